@@ -1,0 +1,42 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export RLHF_HOME ?= $(CURDIR)/var
+
+.PHONY: help demo test test-fast check clean lock
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v == (3, 11) else \
+	  f"Python 3.11 is needed, {sys.executable} is {v[0]}.{v[1]}: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(STAMP)  ## run the whole chain on the embedded default and print what it achieved
+	$(BIN)/rlhf run configs/demo.yaml
+
+test: $(STAMP)  ## all tests, the fast ones first
+	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m slow
+
+test-fast: $(STAMP)  ## unit tests only
+	$(BIN)/pytest -m "not slow"
+
+check: $(STAMP)  ## linters, types and import rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:  ## remove the workspace, the environment and caches
+	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+lock: $(STAMP)  ## write the installed versions into requirements.lock
+	$(BIN)/pip freeze --exclude-editable | sed -e 's/+cpu$$//' > requirements.lock

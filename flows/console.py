@@ -1,0 +1,120 @@
+"""What the command line prints."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.monitor import RunMonitor, StageOutcome, summary_of
+from flows.results import chain_rows
+from tasks.config import TrackingConfig
+from tasks.lineage import LineageNode
+from tasks.workspace import Workspace
+
+
+def print_result(console: Console, monitor: RunMonitor) -> None:
+    """Print a row per stage, the demo's figures, and what was reused."""
+    outcomes = monitor.outcomes
+    table = Table("stage", "state", "seconds", "metrics", title="rlhf run", title_justify="left")
+    for row in chain_rows(outcomes):
+        colour = "cyan" if row["state"] == "reused" else "green"
+        state = f"[{colour}]{row['state']}[/]"
+        table.add_row(row["stage"], state, row["seconds"], row["metrics"])
+    console.print(table)
+    reused = [stage for stage, outcome in outcomes.items() if outcome.reused]
+    if len(reused) == len(outcomes):
+        console.print("All stages were reused: neither config, inputs nor code have changed.")
+    elif reused:
+        console.print(f"Reused: {', '.join(reused)}.")
+    print_demo(console, outcomes)
+    gib = monitor.peak_rss_bytes / 2**30
+    console.print(f"{monitor.wall_seconds:.0f} s in all, {gib:.1f} GiB of memory at the peak.")
+
+
+def print_demo(console: Console, outcomes: Mapping[str, StageOutcome]) -> None:
+    """Print the oracle's verdict, where the data is the demo world's."""
+    demo = summary_of(outcomes, 0.0, 0)["demo"]
+    rates = [(name, rate) for name, rate in demo["oracle_good_rate"].items() if rate is not None]
+    if rates:
+        text = ", ".join(f"{name} {rate:.3f}" for name, rate in rates)
+        console.print(f"Good answers by the demo's oracle: {text}.")
+    if demo["reward_accuracy_clean"] is not None:
+        console.print(f"Reward model accuracy on clean pairs: {demo['reward_accuracy_clean']:.3f}.")
+
+
+def print_places(
+    console: Console, workspace: Workspace, tracking: TrackingConfig, prefect_url: str | None
+) -> None:
+    """Print how to see the runs in both UIs."""
+    console.print()
+    for line in ui_commands(workspace, tracking, prefect_url):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def ui_commands(
+    workspace: Workspace, tracking: TrackingConfig, prefect_url: str | None
+) -> list[str]:
+    """Return commands that serve what is in the workspace, or the addresses of running servers.
+
+    Args:
+        prefect_url: address of the user's own Prefect server.
+    """
+    home = shlex.quote(os.environ.get("PREFECT_HOME") or str(workspace.prefect_home))
+    uri = tracking.tracking_uri or workspace.tracking_uri
+    prefect = f"Prefect UI: PREFECT_HOME={home} prefect server start   # http://127.0.0.1:4200"
+    mlflow = (
+        "MLflow UI:  MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --workers 1"
+        f" --backend-store-uri {shlex.quote(uri)}"
+        f" --artifacts-destination {shlex.quote(str(workspace.mlflow_artifacts_dir))}"
+        "   # http://127.0.0.1:5000"
+    )
+    return [
+        f"Prefect UI: {prefect_url.removesuffix('/api')}" if prefect_url else prefect,
+        f"MLflow UI:  {uri}" if uri.startswith("http") else mlflow,
+    ]
+
+
+def print_lineage(console: Console, node: LineageNode) -> None:
+    """Print the tree from an artefact to its raw sources, and the links that do not hold."""
+    for line in lineage_lines(node):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+    for broken in node.broken:
+        console.print(
+            f"{broken.status}: {broken.path}: {broken.note}",
+            style="red",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def lineage_lines(node: LineageNode) -> list[str]:
+    """Return the tree as text; what is shown in full already is only named the second time."""
+    lines: list[str] = []
+    _grow(lines, node, node.stage or node.kind, ("", ""), set())
+    return lines
+
+
+def _grow(
+    lines: list[str], node: LineageNode, name: str, indents: tuple[str, str], shown: set[str]
+) -> None:
+    """Add a node and all above it; ``indents`` are those of its first line and of the rest."""
+    first, rest = indents
+    head = f"{first}{name}: {node.kind} {node.fingerprint}"
+    if node.status != "present":
+        head += f" [{node.status}]"
+    if node.path in shown and node.parents:
+        lines.append(f"{head} (see above)")
+        return
+    shown.add(node.path)
+    run = f"  (MLflow run {node.mlflow_run_id})" if node.mlflow_run_id else ""
+    lines += [head, f"{rest}{'│ ' if node.parents else '  '}{node.path}{run}"]
+    last = len(node.parents) - 1
+    for index, (label, parent) in enumerate(node.parents.items()):
+        is_last = index == last
+        branch = ("└─ " if is_last else "├─ ", "   " if is_last else "│  ")
+        _grow(lines, parent, label, (rest + branch[0], rest + branch[1]), shown)

@@ -1,0 +1,282 @@
+"""What this machine has, and what of a config would fail on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from flows.environment import API_URL
+from flows.preflight import (
+    check_inputs,
+    check_ray_address,
+    models_of,
+    ray_addresses,
+    runtimes_of,
+)
+from flows.temporary_server import is_healthy
+from tasks.config import STAGES, ModelConfig, PipelineConfig
+from tasks.errors import RlhfError
+from tasks.provenance import DISTRIBUTION, package_versions
+from tasks.workspace import Workspace
+
+_PROBE_SECONDS = 5
+_WANTED_MEMORY_BYTES = 4 * 2**30
+_WANTED_SHM_BYTES = 600 * 2**20
+_HUB = "https://huggingface.co"
+_COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
+
+
+class Finding(BaseModel):
+    """One line of the examination; ``fail`` means that the config would not run here."""
+
+    subject: str
+    status: Literal["ok", "note", "warn", "fail"]
+    detail: str
+
+
+def examine(cfg: PipelineConfig, workspace: Workspace) -> list[Finding]:
+    """Look at packages, accelerators, memory, disk, servers, files and models."""
+    return [
+        *_packages(),
+        *_accelerators(cfg),
+        *_memory(),
+        _checked("workspace", workspace.prepare, f"{workspace.root}, {_free_gib(workspace)}"),
+        *_ray(cfg),
+        _prefect(),
+        _mlflow(cfg, workspace),
+        *_files(cfg),
+        *_models(cfg, workspace),
+    ]
+
+
+def _checked(subject: str, check: Callable[[], object], detail: str) -> Finding:
+    try:
+        check()
+    except RlhfError as error:
+        return Finding(subject=subject, status="fail", detail=str(error))
+    return Finding(subject=subject, status="ok", detail=detail)
+
+
+def _packages() -> Iterable[Finding]:
+    versions = package_versions()
+    # The project itself may run from its source tree.
+    missing = [
+        name
+        for name, version in versions.items()
+        if version == "not installed" and name != DISTRIBUTION
+    ]
+    text = f"Python {platform.python_version()}, " + ", ".join(
+        f"{name} {version}" for name, version in versions.items()
+    )
+    yield Finding(subject="packages", status="fail" if missing else "ok", detail=text)
+
+
+def _accelerators(cfg: PipelineConfig) -> Iterable[Finding]:
+    import torch
+
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    names = [
+        f"{torch.cuda.get_device_name(i)}"
+        f" ({torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB)"
+        for i in range(n_gpus)
+    ]
+    cpus = f"{os.cpu_count()} CPU cores"
+    yield Finding(
+        subject="accelerators",
+        status="ok",
+        detail=", ".join([*names, cpus]) if names else f"no GPU, {cpus}",
+    )
+    for stage, runtime in runtimes_of(cfg).items():
+        if runtime.ray_address is None and runtime.device == "cuda" and runtime.ranks > n_gpus:
+            yield Finding(
+                subject=f"{stage}.runtime",
+                status="fail",
+                detail=f"{runtime.ranks} ranks on cuda, but {n_gpus} GPUs here. "
+                "Fix: lower runtime.ranks, set runtime.ray_address, or runtime.device=cpu.",
+            )
+        if runtime.attention == "flash_attention_2" and not importlib.util.find_spec("flash_attn"):
+            yield Finding(
+                subject=f"{stage}.runtime",
+                status="fail",
+                detail="attention is flash_attention_2, but flash-attn is not installed. "
+                "Fix: install it, or set runtime.attention=sdpa.",
+            )
+
+
+def _memory() -> Iterable[Finding]:
+    memory = psutil.virtual_memory()
+    limit = _memory_limit_bytes()
+    available = min(memory.available, limit) if limit else memory.available
+    text = f"{available / 2**30:.1f} GiB available of {memory.total / 2**30:.1f}"
+    if limit:
+        text += f", limited to {limit / 2**30:.1f}"
+    status: Literal["ok", "warn"] = "ok" if available >= _WANTED_MEMORY_BYTES else "warn"
+    yield Finding(subject="memory", status=status, detail=text)
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        free = shutil.disk_usage(shared).free
+        yield Finding(
+            subject="shared memory",
+            status="ok" if free >= _WANTED_SHM_BYTES else "warn",
+            detail=f"{free / 2**20:.0f} MiB free in {shared}; Ray's object store wants 512 MiB",
+        )
+
+
+def _memory_limit_bytes() -> int | None:
+    """Return the limit of the control group this process is in, as in a container."""
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _free_gib(workspace: Workspace) -> str:
+    root = workspace.root
+    while not root.exists():
+        root = root.parent
+    return f"{shutil.disk_usage(root).free / 2**30:.1f} GiB free"
+
+
+def _ray(cfg: PipelineConfig) -> Iterable[Finding]:
+    addresses = ray_addresses(cfg)
+    if not addresses:
+        yield Finding(subject="ray", status="ok", detail="started here for each run")
+    for address in sorted(addresses):
+        yield _checked("ray", partial(check_ray_address, address), f"{address} answers")
+
+
+def _prefect() -> Finding:
+    url = os.environ.get(API_URL)
+    if not url:
+        return Finding(subject="prefect", status="ok", detail="a temporary server for each run")
+    if is_healthy(url, _PROBE_SECONDS):
+        return Finding(subject="prefect", status="ok", detail=f"{url} answers")
+    text = f"{API_URL}={url} does not answer. Fix: start it, or unset {API_URL}."
+    return Finding(subject="prefect", status="fail", detail=text)
+
+
+def _mlflow(cfg: PipelineConfig, workspace: Workspace) -> Finding:
+    from tasks.tracking import connect
+
+    uri = cfg.tracking.tracking_uri or workspace.tracking_uri
+    return _checked(
+        "mlflow",
+        partial(connect, cfg.tracking, workspace),
+        f"{uri}, experiment {cfg.tracking.experiment}",
+    )
+
+
+def _files(cfg: PipelineConfig) -> Iterable[Finding]:
+    named = {
+        "ingest": cfg.ingest.source,
+        "evaluate": cfg.evaluate.questions,
+        "offline_ppo": cfg.offline_ppo.reward.function_path,
+    }
+    without_ray = _without_addresses(cfg)
+    for stage in STAGES:
+        if stage in named and named[stage] is not None:
+            yield _checked(
+                f"{stage} file",
+                partial(check_inputs, without_ray, [stage]),
+                str(named[stage]),
+            )
+
+
+def _without_addresses(cfg: PipelineConfig) -> PipelineConfig:
+    """Return the config with Ray's addresses left out, which have a line of their own."""
+    updates = {
+        stage: getattr(cfg, stage).model_copy(
+            update={"runtime": runtime.model_copy(update={"ray_address": None})}
+        )
+        for stage, runtime in runtimes_of(cfg).items()
+    }
+    return cfg.model_copy(update=updates)
+
+
+def _models(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
+    models = models_of(cfg)
+    is_hub_needed = False
+    for model in models:
+        if Path(model.source).expanduser().is_dir():
+            yield _checked("model", partial(_resolve, model, workspace), model.source)
+        elif _is_cached(model, workspace):
+            yield Finding(subject="model", status="ok", detail=f"{model.source} is downloaded")
+        else:
+            is_hub_needed = True
+            yield _hub_model(model)
+    if not models:
+        yield Finding(subject="model", status="ok", detail="tiny, built from scratch")
+    yield _hub(is_hub_needed)
+
+
+def _resolve(model: ModelConfig, workspace: Workspace) -> None:
+    from tasks.models.sources import resolve_model
+
+    resolve_model(model.source, revision=model.revision, cache_dir=workspace.cache_dir)
+
+
+def _is_cached(model: ModelConfig, workspace: Workspace) -> bool:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(
+            model.source,
+            revision=model.revision,
+            cache_dir=workspace.cache_dir,
+            local_files_only=True,
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return False
+    return True
+
+
+def _hub_model(model: ModelConfig) -> Finding:
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        HfApi().model_info(model.source, revision=model.revision, timeout=_PROBE_SECONDS)
+    except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        text = f"{model.source} cannot be fetched: {reason}. Fix: name a local directory."
+        return Finding(subject="model", status="fail", detail=text)
+    return Finding(subject="model", status="ok", detail=f"{model.source} is on the hub")
+
+
+def _hub(is_needed: bool) -> Finding:
+    url = os.environ.get("HF_ENDPOINT") or _HUB
+    try:
+        with urllib.request.urlopen(url, timeout=_PROBE_SECONDS):
+            return Finding(subject="hub", status="ok", detail=f"{url} answers")
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        need = "the config needs it" if is_needed else "the config does not need it"
+        text = f"{url} does not answer ({error}); {need}"
+        return Finding(subject="hub", status="fail" if is_needed else "note", detail=text)
+
+
+def print_findings(console: Console, findings: list[Finding]) -> None:
+    """Print a line per finding and a verdict."""
+    table = Table("what", "state", "detail", show_lines=False)
+    for finding in findings:
+        colour = _COLOURS[finding.status]
+        table.add_row(finding.subject, f"[{colour}]{finding.status}[/]", finding.detail)
+    console.print(table)
+    n_failed = sum(finding.status == "fail" for finding in findings)
+    verdict = f"{n_failed} would fail." if n_failed else "Nothing would fail."
+    console.print(verdict)

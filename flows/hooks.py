@@ -1,0 +1,48 @@
+"""Prefect hooks: a flow that ends without telling MLflow does not leave a run RUNNING."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prefect import Flow
+from prefect.client.schemas.objects import FlowRun, State
+from pydantic import BaseModel
+
+from tasks.config import TrackingConfig
+from tasks.tracking import Status, connect
+from tasks.workspace import Workspace
+
+
+def mark_failed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """End the flow's MLflow run as FAILED. Prefect demands these argument names."""
+    _end_runs(flow_run, "FAILED", state)
+
+
+def mark_killed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """End the flow's MLflow run as KILLED, after a cancellation or the death of its process."""
+    _end_runs(flow_run, "KILLED", state)
+
+
+def _end_runs(flow_run: FlowRun, status: Status, state: State[Any]) -> None:
+    tracker = connect(_tracking_of(flow_run.parameters), Workspace.from_environment())
+    for run in tracker.find_runs({"prefect.flow_run_id": str(flow_run.id)}, "RUNNING"):
+        reason = state.message or state.name or status
+        tracker.finish(run.run_id, status, failure=f"Prefect: {reason}")
+
+
+def _tracking_of(parameters: Mapping[str, Any]) -> TrackingConfig:
+    for name in ("options", "cfg"):
+        section = parameters.get(name)
+        if isinstance(section, BaseModel):
+            section = section.model_dump(mode="json")
+        if isinstance(section, Mapping) and section.get("tracking") is not None:
+            return TrackingConfig.model_validate(section["tracking"])
+    return TrackingConfig()
+
+
+HOOKS: dict[str, Any] = {
+    "on_failure": [mark_failed],
+    "on_cancellation": [mark_killed],
+    "on_crashed": [mark_killed],
+}

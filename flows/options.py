@@ -1,0 +1,26 @@
+"""What the chain tells a stage besides its config and inputs."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from tasks.config import Section, TrackingConfig
+
+
+class RunOptions(Section):
+    """How a stage is run; nothing here changes its result.
+
+    The defaults suit a run from the Prefect UI.
+    """
+
+    reuse: bool = Field(
+        False,
+        description="Answer with a finished artefact of the same fingerprint, if there is one.",
+    )
+    tracking: TrackingConfig = TrackingConfig()
+    pipeline_run_id: str | None = Field(
+        None, description="MLflow run of the chain that this stage belongs to."
+    )
+
+
+DEFAULT_OPTIONS = RunOptions()

@@ -1,0 +1,145 @@
+"""Checks of everything a chain will read, before it does any work."""
+
+from __future__ import annotations
+
+import ast
+import os
+import socket
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+from flows.raw_sources import DEMO, TINY
+from tasks.config import STAGES, ModelConfig, PipelineConfig, RuntimeConfig, Stage
+from tasks.data.questions import read_questions
+from tasks.data.source import check_source, read_lines
+from tasks.errors import ClusterError, ConfigError, MissingInputError
+from tasks.workspace import Workspace
+
+_CONNECT_SECONDS = 5
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
+
+
+def check_inputs(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
+    """Check files, models and addresses of these stages.
+
+    Raises:
+        MissingInputError: a file is not there.
+        DataError: a file is in another format.
+        ModelError: a model lacks weights, tokenizer or chat template, or the hub does not have it.
+        ConfigError: a reward file without the function named.
+        ClusterError: nothing answers at a Ray address.
+    """
+    if "ingest" in stages and cfg.ingest.source != DEMO:
+        check_preference_file(Path(cfg.ingest.source).expanduser())
+    if "evaluate" in stages and cfg.evaluate.questions != DEMO:
+        check_questions(Path(cfg.evaluate.questions).expanduser())
+    reward = cfg.offline_ppo.reward
+    if "offline_ppo" in stages and reward.function_path is not None:
+        check_reward_function(Path(reward.function_path).expanduser(), reward.function_name)
+    for model in models_of(cfg, stages):
+        check_model(model)
+    for address in sorted(ray_addresses(cfg, stages)):
+        check_ray_address(address)
+
+
+def models_of(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> list[ModelConfig]:
+    """Return the models that are not built from scratch, each once."""
+    found: list[ModelConfig] = []
+    if "sft" in stages:
+        found.append(cfg.sft.model)
+    if "distill" in stages and cfg.distill.model is not None:
+        found.append(cfg.distill.model)
+    wanted = {(model.source, model.revision): model for model in found if model.source != TINY}
+    return list(wanted.values())
+
+
+def runtimes_of(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> dict[str, RuntimeConfig]:
+    """Return the runtime of each stage that has one."""
+    sections = {stage: getattr(cfg, stage) for stage in stages}
+    return {
+        stage: section.runtime for stage, section in sections.items() if hasattr(section, "runtime")
+    }
+
+
+def ray_addresses(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> set[str]:
+    """Return the Ray addresses that these stages join."""
+    found = {runtime.ray_address for runtime in runtimes_of(cfg, stages).values()}
+    return {address for address in found if address is not None}
+
+
+def check_preference_file(path: Path) -> None:
+    """Check that a file of pairs is there and is JSON Lines; rows are judged by ingestion."""
+    if not path.is_file():
+        raise MissingInputError(
+            f"ingest.source: no file {path.absolute()}",
+            "a .jsonl or .jsonl.gz file of HH-RLHF pairs",
+            "correct the path: -o ingest.source=/path/to/pairs.jsonl.gz, or use 'demo'",
+        )
+    check_source(path)
+    list(islice(read_lines(path), 1))
+
+
+def check_questions(path: Path) -> None:
+    """Check that all questions can be read."""
+    if not path.is_file():
+        raise MissingInputError(
+            f"evaluate.questions: no file {path.absolute()}",
+            "a question.jsonl in FastChat's format",
+            "correct the path: -o evaluate.questions=/path/to/question.jsonl, or use 'demo'",
+        )
+    read_questions(path)
+
+
+def check_reward_function(path: Path, name: str) -> None:
+    """Check that a Python file defines the reward function, without running it."""
+    field = "offline_ppo.reward.function_path"
+    if not path.is_file():
+        raise MissingInputError(
+            f"{field}: no file {path.absolute()}", "a Python file", "correct the path"
+        )
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{field}: {path} is not Python: {error}", "", "correct it") from error
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if name not in defined:
+        raise ConfigError(
+            f"{field}: {path} defines {defined or 'no function'}",
+            f"a function {name}(data_source, solution_str, ground_truth, extra_info)",
+            "define it, or set offline_ppo.reward.function_name",
+        )
+
+
+def check_model(model: ModelConfig) -> None:
+    """Check a model directory, or find a hub model and download it."""
+    # transformers takes seconds to import, which a chain on the tiny model does not need here.
+    from tasks.models.sources import resolve_model
+
+    cache_dir = Workspace.from_environment().cache_dir
+    resolve_model(model.source, revision=model.revision, cache_dir=cache_dir)
+
+
+def check_ray_address(address: str) -> None:
+    """Check that something listens at a Ray address; ``auto`` is what `ray start` left here."""
+    target = address
+    if address == "auto":
+        target = os.environ.get("RAY_ADDRESS", "")
+        if not target and _CURRENT_CLUSTER.is_file():
+            target = _CURRENT_CLUSTER.read_text().strip()
+    host, _, port = target.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        found = "no cluster runs on this machine" if address == "auto" else "it is no address"
+        raise _no_cluster(address, found)
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, found: str) -> ClusterError:
+    return ClusterError(
+        f"runtime.ray_address {address!r} does not answer: {found}",
+        "host:port of a running head node",
+        "run `ray start --head`, correct the address, or set it to null to start Ray here",
+    )

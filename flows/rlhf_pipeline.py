@@ -1,0 +1,46 @@
+"""Flow `rlhf-pipeline`: the chain from preference pairs to a scored student."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from flows.chain import chain_run
+from flows.distill import distill
+from flows.evaluate import evaluate
+from flows.hooks import HOOKS
+from flows.ingest import ingest
+from flows.offline_ppo import train_offline_ppo
+from flows.reward_model import train_reward_model
+from flows.sft import sft
+from tasks.config import PipelineConfig, Stage
+
+DEFAULTS = PipelineConfig()
+
+
+@flow(name="rlhf-pipeline", persist_result=True, **HOOKS)
+def rlhf_pipeline(cfg: PipelineConfig = DEFAULTS, rerun_from: Stage | None = None) -> str:
+    """Run all stages one after another and return the path of the evaluation report.
+
+    Each hands the next the path of its artefact. A stage whose artefact exists with the same
+    fingerprint is reused, unless ``cfg.reuse`` is off or the stage is ``rerun_from`` or after it.
+    """
+    with chain_run(cfg, rerun_from) as chain:
+        preferences = ingest(cfg.ingest, chain.options("ingest"))
+        base = sft(cfg.sft, preferences, chain.options("sft"))
+        reward_model = train_reward_model(
+            cfg.reward_model, preferences, base, chain.options("reward_model")
+        )
+        policy = train_offline_ppo(
+            cfg.offline_ppo, preferences, reward_model, base, chain.options("offline_ppo")
+        )
+        student = distill(cfg.distill, preferences, policy, base, chain.options("distill"))
+        report = evaluate(
+            cfg.evaluate,
+            preferences,
+            student,
+            policy,
+            base,
+            reward_model,
+            chain.options("evaluate"),
+        )
+    return report

@@ -1,0 +1,169 @@
+"""Rewards: normalised scores, weighted components, and their place among the response tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tasks.algorithms.checks import (
+    check_choice,
+    check_finite,
+    check_in_range,
+    check_positive,
+    check_rank,
+    check_shape,
+    check_token_values,
+)
+from tasks.algorithms.groups import group_statistics
+from tasks.algorithms.masking import last_token_index, sanitize
+from tasks.errors import ConfigError, RewardError
+
+ScoreMode = Literal["standardize", "unit_range", "raw", "binary"]
+
+
+def normalize_scores(
+    scores: Tensor,
+    *,
+    mean: float,
+    std: float,
+    mode: ScoreMode = "standardize",
+    clip: float = 5.0,
+) -> Tensor:
+    """Bring reward-model scores to a fixed scale with statistics of the training split.
+
+    With ``z = clamp((score - mean) / std, -clip, clip)``:
+
+    - standardize: ``z``
+    - unit_range: ``z / clip``, from -1 to 1
+    - binary: +1 where ``score >= mean``, else -1
+    - raw: the score as it is (neither statistics nor clip)
+
+    Args:
+        scores: ``(B,)``.
+        mean, std: of the training split's scores, in units of the score.
+        clip: bound on |z|, in standard deviations.
+
+    Raises:
+        RewardError: a score that is not finite, or a std of 0: the scores tell nothing apart.
+        ConfigError: an unknown mode or a clip that is not above 0.
+    """
+    check_choice("mode", mode, get_args(ScoreMode))
+    check_positive("clip", clip)
+    values = _finite_scores("scores", scores)
+    if mode == "raw":
+        return values
+    if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
+        raise RewardError(
+            f"the reward statistics are mean {mean} and std {std}",
+            "finite numbers and a std above 0",
+            "recompute them on the training split; with a std of 0 all responses score the same",
+        )
+    if mode == "binary":
+        return torch.where(values >= mean, 1.0, -1.0)
+    standard = ((values - mean) / std).clamp(-clip, clip)
+    return standard / clip if mode == "unit_range" else standard
+
+
+def center_by_group(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Subtract the mean score of a prompt's responses.
+
+    A Bradley-Terry score is known only up to a constant per prompt; this removes it.
+
+    Args:
+        scores: ``(B,)``; group_ids: ``(B,)`` long, equal = same prompt. A group of one becomes 0.
+    """
+    _finite_scores("scores", scores)
+    return group_statistics(scores, group_ids).centred
+
+
+def combine_components(components: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Add reward components up: ``sum_k weight_k * component_k``.
+
+    Args:
+        components: by name, ``(B,)`` each.
+        weights: by the same names.
+
+    Raises:
+        ConfigError: no component, or a component without a weight or a weight without a component,
+        by name. RewardError: a component that is not finite.
+    """
+    unmatched = sorted(set(components) ^ set(weights))
+    if unmatched or not components:
+        raise ConfigError(
+            f"components {sorted(components)} and weights {sorted(weights)}, "
+            f"unmatched: {unmatched or 'none given'}",
+            "one weight for every component and the other way round",
+            "add the missing name, or give it the weight 0",
+        )
+    names = sorted(components)
+    total = torch.zeros_like(components[names[0]], dtype=torch.float32)
+    for name in names:
+        check_shape(f"component {name}", components[name], total.shape)
+        check_in_range(f"weight {name}", weights[name], -1e6, 1e6)
+        total = total + weights[name] * _finite_scores(f"component {name}", components[name])
+    return total
+
+
+def token_level_rewards(
+    scores: Tensor,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    response_mask: Tensor,
+    *,
+    kl_coef: float,
+) -> Tensor:
+    """Place the score at the last real response token, less a KL penalty on every token.
+
+    ``r_t = -kl_coef * (logprob_t - ref_logprob_t) + score * [t is the last real token]`` (Stiennon
+    et al. 2020).
+
+    Args:
+        scores: ``(B,)``.
+        logprobs, ref_logprobs: ``(B, T)`` in nats; None = no reference, then ``kl_coef`` must be 0.
+        response_mask: ``(B, T)`` bool, True = a real response token, the end token included.
+        kl_coef: at least 0, reward per nat.
+
+    Returns:
+        ``(B, T)`` fp32 without a gradient, 0 under the mask.
+
+    Raises:
+        DataError: shapes that differ, or an empty response.
+        ConfigError: a ``kl_coef`` above 0 without a reference.
+        TrainingError, RewardError: a log-probability or score that is not finite.
+    """
+    check_token_values(response_mask, logprobs=logprobs)
+    check_shape("scores", scores, response_mask.shape[:1])
+    check_in_range("kl_coef", kl_coef, 0.0, 1e6)
+    rewards = torch.zeros_like(logprobs, dtype=torch.float32)
+    if ref_logprobs is not None:
+        check_token_values(response_mask, ref_logprobs=ref_logprobs)
+        log_ratio = logprobs.detach().float() - ref_logprobs.detach().float()
+        check_finite("logprobs - ref_logprobs", log_ratio, response_mask)
+        rewards = -kl_coef * sanitize(log_ratio, response_mask)
+    elif kl_coef > 0:
+        raise ConfigError(
+            f"kl_coef is {kl_coef} without ref_logprobs",
+            "reference log-probabilities",
+            "set kl_coef: 0",
+        )
+    values = _finite_scores("scores", scores)
+    last = last_token_index(response_mask).unsqueeze(1)
+    return rewards.scatter_add(1, last, values.unsqueeze(1))
+
+
+def _finite_scores(name: str, scores: Tensor) -> Tensor:
+    check_rank(name, scores, 1)
+    values = scores.detach().float()
+    bad = ~torch.isfinite(values)
+    if bool(bad.any()):
+        raise RewardError(
+            f"{name} holds {int(bad.sum())} value(s) that are not finite, "
+            f"the first in row {int(bad.nonzero()[0])}",
+            "a finite score for every response",
+            "look at that response and at the reward model or reward function that scored it",
+        )
+    return values

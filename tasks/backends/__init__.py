@@ -1,0 +1,1 @@
+"""The only modules that import Ray, verl or an inference engine."""

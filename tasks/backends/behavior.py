@@ -1,0 +1,143 @@
+"""The behaviour policy: whatever wrote the stored responses."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from tasks.algorithms.samplers import GroupSampler
+from tasks.backends.checkpoints import CheckpointStore
+from tasks.backends.roles import Batch, RoleSpec, Row
+from tasks.backends.session import Session
+from tasks.backends.supervised import SupervisedRun, count_steps, train_supervised
+from tasks.backends.trajectories import cached_logprobs, response_rows
+from tasks.config import OfflinePPOConfig
+from tasks.context import StageContext
+from tasks.data.rendering import RenderedPair
+from tasks.errors import DataError
+
+REFERENCE = "reference"
+CLONE = "behavior"
+FOLDS = 2
+
+
+def reference_logprobs(
+    ctx: StageContext, cfg: OfflinePPOConfig, session: Session, rows: Sequence[Row]
+) -> list[Tensor]:
+    """Return the base model's log-probabilities of all responses, computed once per base and
+    dataset."""
+
+    def compute() -> list[Tensor]:
+        session.load(RoleSpec(REFERENCE, "language_model", _base_dir(ctx)))
+        return session.logprobs(REFERENCE, rows)
+
+    return cached_logprobs(
+        ctx.workspace.cache_dir / "logprobs", rows, _identity(ctx, cfg, "reference"), compute
+    )
+
+
+def behavior_logprobs(
+    ctx: StageContext,
+    cfg: OfflinePPOConfig,
+    session: Session,
+    pairs: Sequence[RenderedPair],
+    ref: list[Tensor],
+) -> list[Tensor]:
+    """Return the behaviour policy's log-probabilities of all responses.
+
+    Args:
+        ctx: the run.
+        cfg: ``behavior.policy`` says which policy.
+        session: workers.
+        pairs: the training pairs.
+        ref: what the base model says, which is the answer for ``reference``.
+    """
+    if cfg.behavior.policy == "reference":
+        return ref
+    rows = response_rows(pairs)
+    recipe = cfg.behavior.model_dump_json() + str(cfg.seed)
+    identity = [*_identity(ctx, cfg, "cloned"), recipe]
+    return cached_logprobs(
+        ctx.workspace.cache_dir / "logprobs",
+        rows,
+        identity,
+        lambda: _cross_fit(ctx, cfg, session, pairs, rows),
+    )
+
+
+def fold_of(prompt_id: str) -> int:
+    """Return the fold of a prompt; all responses of a prompt share it."""
+    return int(hashlib.sha256(prompt_id.encode()).hexdigest(), 16) % FOLDS
+
+
+def _cross_fit(
+    ctx: StageContext,
+    cfg: OfflinePPOConfig,
+    session: Session,
+    pairs: Sequence[RenderedPair],
+    rows: Sequence[Row],
+) -> list[Tensor]:
+    """Score each fold with a policy cloned on the other one: a memorised response would look too
+    likely."""
+    found: list[Tensor] = [Tensor()] * len(rows)
+    folds = [fold_of(pair.prompt_id) for pair in pairs]
+    for fold in range(FOLDS):
+        seen = [pair for pair, own in zip(pairs, folds, strict=True) if own != fold]
+        held_out = [index for index, own in enumerate(folds) if own == fold]
+        if not seen or not held_out:
+            raise DataError(
+                f"{len(pairs)} pairs leave a fold of the behaviour policy empty",
+                "prompts in both folds",
+                "ingest more prompts or set offline_ppo.behavior.policy: reference",
+            )
+        _clone(ctx, cfg, session, seen, fold)
+        indices = [2 * index + side for index in held_out for side in (0, 1)]
+        logprobs = session.logprobs(CLONE, [rows[i] for i in indices])
+        for index, values in zip(indices, logprobs, strict=True):
+            found[index] = values
+    return found
+
+
+def _clone(
+    ctx: StageContext,
+    cfg: OfflinePPOConfig,
+    session: Session,
+    pairs: Sequence[RenderedPair],
+    fold: int,
+) -> None:
+    from tasks.backends.verl_losses import cloning_loss
+
+    behavior = cfg.behavior
+    steps = count_steps(len(pairs), behavior.clone_batch_pairs, behavior.clone_epochs, None)
+    spec = RoleSpec(
+        CLONE, "language_model", _base_dir(ctx), cfg.seed, steps, behavior.clone_optimizer
+    )
+    session.load(spec)
+    session.set_loss(CLONE, cloning_loss)
+    run = SupervisedRun(
+        session,
+        CLONE,
+        steps,
+        behavior.clone_batch_pairs,
+        lambda units: Batch(response_rows([pairs[unit] for unit in units])),
+        CheckpointStore(ctx.checkpoint_dir / f"behavior-{fold}", cfg.checkpoint.keep),
+        ctx.log,
+    )
+    train_supervised(run, GroupSampler(len(pairs), seed=cfg.seed + fold), cfg.checkpoint)
+
+
+def _base_dir(ctx: StageContext) -> str:
+    return str(ctx.inputs["base"].path / "model")
+
+
+def _identity(ctx: StageContext, cfg: OfflinePPOConfig, policy: str) -> list[str]:
+    runtime = cfg.runtime.model_dump_json(include={"dtype", "attention", "ranks", "remove_padding"})
+    return [
+        policy,
+        ctx.inputs["preferences"].fingerprint,
+        ctx.inputs["base"].fingerprint,
+        str(ctx.draft.renderer_fingerprint),
+        runtime,
+    ]

@@ -1,0 +1,88 @@
+"""Training state on disk, so that a killed run continues where its last complete checkpoint
+stands."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.backends.session import Session
+from tasks.errors import ArtifactError
+
+_PREFIX = "step-"
+_STATE_FILE = "trainer.pt"
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """Complete checkpoints of one training run, ``step-00000050/`` and so on.
+
+    Args:
+        directory: holds checkpoints of exactly one stage fingerprint.
+        keep: how many stay.
+    """
+
+    directory: Path
+    keep: int
+
+    def latest_step(self) -> int:
+        """Return the step of the newest complete checkpoint, 0 when there is none."""
+        return max(self._steps(), default=0)
+
+    def save(
+        self, step: int, session: Session, roles: Sequence[str], state: dict[str, Any]
+    ) -> None:
+        """Write a checkpoint; it gets its name only when complete.
+
+        Args:
+            step: optimizer steps done.
+            session: holds the roles.
+            roles: roles whose weights, optimizer, schedule and random state are kept.
+            state: tensors and plain values of the driver: sampler, window, best step.
+        """
+        final = self.directory / f"{_PREFIX}{step:08d}"
+        temporary = self.directory / f".tmp-{final.name}"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for role in roles:
+            session.save(role, temporary / role)
+        with (temporary / _STATE_FILE).open("wb") as handle:
+            torch.save(state, handle)
+            handle.flush()
+            os.fsync(handle.fileno())
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        self._prune()
+
+    def restore(self, step: int, session: Session, roles: Sequence[str]) -> dict[str, Any]:
+        """Load the checkpoint of a step into the roles and return the driver's state.
+
+        Raises:
+            ArtifactError: the checkpoint cannot be read.
+        """
+        directory = self.directory / f"{_PREFIX}{step:08d}"
+        try:
+            state: dict[str, Any] = torch.load(directory / _STATE_FILE, weights_only=True)
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            raise ArtifactError(
+                f"Checkpoint {directory} cannot be read: {error}",
+                "a complete checkpoint",
+                f"remove {directory} to continue from the one before it",
+            ) from error
+        for role in roles:
+            session.restore(role, directory / role)
+        return state
+
+    def _steps(self) -> list[int]:
+        found = self.directory.glob(f"{_PREFIX}*")
+        return sorted(int(path.name.removeprefix(_PREFIX)) for path in found if path.is_dir())
+
+    def _prune(self) -> None:
+        for step in self._steps()[: -self.keep]:
+            shutil.rmtree(self.directory / f"{_PREFIX}{step:08d}")

@@ -1,0 +1,169 @@
+"""Ray: started once for the whole chain, or joined by address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import Literal
+
+from tasks.backends.roles import HostSpec
+from tasks.config import RuntimeConfig
+from tasks.errors import ClusterError
+
+_OBJECT_STORE_BYTES = 512 * 2**20
+PLATFORM_MODULE = "tasks.backends.verl_platform"
+
+
+def worker_environment(device: Literal["cpu", "cuda"]) -> dict[str, str]:
+    """Return the environment that verl processes need, here and on every node."""
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "VERL_LOGGING_LEVEL": "ERROR",
+        # Threads that spin while they wait make a busy machine many times slower.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    if device == "cpu":
+        environment |= {
+            "VERL_USE_EXTERNAL_MODULES": PLATFORM_MODULE,
+            "VERL_PLATFORM": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+    return environment
+
+
+def resolve_device(runtime: RuntimeConfig) -> Literal["cpu", "cuda"]:
+    """Return the device that training runs on.
+
+    Raises:
+        ClusterError: ``cuda`` was asked for and neither this machine nor the cluster has a GPU.
+    """
+    if runtime.device == "cpu":
+        return "cpu"
+    connect(runtime)
+    import ray
+
+    n_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if runtime.device == "cuda" and n_gpus < runtime.ranks:
+        raise ClusterError(
+            f"The Ray cluster has {n_gpus} GPUs",
+            f"{runtime.ranks} for runtime.ranks={runtime.ranks}",
+            "lower runtime.ranks, set runtime.ray_address, or set runtime.device: cpu",
+        )
+    return "cuda" if n_gpus >= runtime.ranks else "cpu"
+
+
+def connect(runtime: RuntimeConfig) -> None:
+    """Join the cluster at ``runtime.ray_address``, or start one on this machine; do nothing when
+    connected.
+
+    Raises:
+        ClusterError: nothing answers at the address within ``ray_start_timeout_seconds``.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    address = runtime.ray_address
+    device: Literal["cpu", "cuda"] = (
+        "cpu" if runtime.device == "cpu" or not _has_gpu(address) else "cuda"
+    )
+    options = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+        "runtime_env": {"env_vars": worker_environment(device)},
+    }
+    os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    if address is None:
+        n_cpus = max(2, runtime.ranks + 1, os.cpu_count() or 1)
+        ray.init(num_cpus=n_cpus, object_store_memory=_OBJECT_STORE_BYTES, **options)
+        return
+    _check_reachable(address, runtime.ray_start_timeout_seconds)
+    try:
+        ray.init(address=address, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise _no_answer(address, str(error)) from error
+
+
+def _has_gpu(address: str | None) -> bool:
+    """Tell whether GPUs may be there: on this machine, or (unknown yet) on a remote cluster."""
+    import torch
+
+    return address is not None or torch.cuda.is_available()
+
+
+def _check_reachable(address: str, timeout_seconds: int) -> None:
+    if address in ("auto", "local") or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ClusterError(
+            f"runtime.ray_address is {address!r}",
+            "host:port, ray://host:port or 'auto'",
+            "correct it",
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_seconds).close()
+    except OSError as error:
+        raise _no_answer(address, str(error)) from error
+
+
+def _no_answer(address: str, reason: str) -> ClusterError:
+    return ClusterError(
+        f"No Ray cluster answers at {address}: {reason}",
+        "a running head node",
+        "start it with `ray start --head`, or set runtime.ray_address to null to start one here",
+    )
+
+
+def node_layout(host: HostSpec) -> list[int]:
+    """Return how many ranks run on each node: GPUs are filled node by node, CPU ranks share one
+    node.
+
+    Raises:
+        ClusterError: the cluster has too few GPUs.
+    """
+    if host.device == "cpu":
+        return [host.ranks]
+    import ray
+
+    layout: list[int] = []
+    missing = host.ranks
+    gpus = sorted(
+        (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]),
+        reverse=True,
+    )
+    for available in gpus:
+        take = min(available, missing)
+        if take > 0:
+            layout.append(take)
+            missing -= take
+    if missing:
+        raise ClusterError(
+            f"The cluster has {sum(gpus)} GPUs", f"{host.ranks}", "lower runtime.ranks or add nodes"
+        )
+    return layout
+
+
+def disconnect() -> None:
+    """Leave the cluster; a cluster that was started here ends."""
+    import ray
+
+    if ray.is_initialized():
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def cluster_session() -> Iterator[None]:
+    """Keep whatever cluster and workers the stages open until the end of the block, then end
+    them."""
+    try:
+        yield
+    finally:
+        from tasks.backends import session
+
+        session.close()
+        disconnect()

@@ -1,0 +1,78 @@
+"""What a worker is told: plain values, so that they pickle small and need no verl to be built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from tasks.config import LoraConfig, OptimizerConfig, RuntimeConfig
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """One model inside the worker group.
+
+    Args:
+        name: role, for instance ``actor`` or ``critic``; unique in the group.
+        kind: ``language_model`` has a vocabulary head, ``value_model`` one score per token.
+        model_dir: directory in transformers format.
+        seed: seeds whatever is newly initialised (value head, adapter).
+        total_steps: optimizer steps of the schedule.
+        lora: train an adapter instead of all weights.
+        trained_head: the value head must be in the directory; a fresh one would score at random.
+    """
+
+    name: str
+    kind: Literal["language_model", "value_model"]
+    model_dir: str
+    seed: int = 0
+    total_steps: int = 1
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoraConfig | None = None
+    trained_head: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt with one response, as token ids; the response includes its end-of-turn token."""
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows with what belongs to each of their response tokens.
+
+    Args:
+        rows: B rows.
+        columns: name to B tensors of shape (T_i,) or (T_i, K), aligned with the response tokens of
+            each row.
+        group_size: consecutive rows that must stay together, 2 for the rows of a pair.
+        scalars: plain values that the loss reads.
+    """
+
+    rows: Sequence[Row]
+    columns: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    group_size: int = 1
+    scalars: dict[str, float | bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HostSpec:
+    """The worker processes, which live through all stages."""
+
+    ranks: int
+    device: Literal["cpu", "cuda"]
+    threads_per_rank: int
+
+    @classmethod
+    def from_runtime(cls, runtime: RuntimeConfig, device: Literal["cpu", "cuda"]) -> HostSpec:
+        """Share the CPU threads among the ranks."""
+        return cls(runtime.ranks, device, max(1, runtime.cpu_threads // runtime.ranks))

@@ -1,0 +1,275 @@
+"""The driver's side of the worker group: what the stages call."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.backends import cluster
+from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
+from tasks.config import RuntimeConfig
+from tasks.errors import ConfigError, TrainingError
+
+ROWS_PER_CALL = 1024
+
+
+@dataclass
+class Session:
+    """Roles of one stage on the worker group.
+
+    Args:
+        group: verl's handle of the ranks.
+        runtime: how roles are built.
+        host: what the group was started with.
+    """
+
+    group: Any
+    runtime: RuntimeConfig
+    host: HostSpec
+
+    def load(self, *specs: RoleSpec) -> None:
+        """Build roles inside the running workers."""
+        for spec in specs:
+            self.group.load_role(spec, self.runtime)
+
+    def drop(self) -> None:
+        """Free all roles; the processes stay for the next stage."""
+        self.group.drop_roles()
+
+    def set_loss(self, role: str, loss_fn: Callable[..., Any]) -> None:
+        """Set the loss of a role's next steps."""
+        self.group.set_loss(role, loss_fn)
+
+    def train_step(
+        self, role: str, batch: Batch, *, update_schedule: bool = True
+    ) -> dict[str, float]:
+        """Take one optimizer step over the whole batch and return its reduced metrics.
+
+        Raises:
+            ConfigError: the batch cannot be shared evenly among the ranks, or a group exceeds a
+                micro-batch.
+            TrainingError: the loss or the gradient is not finite; no step was taken.
+        """
+        self._check_shape(batch)
+        data = to_tensordict(batch, {"role": role, "update_lr_scheduler": update_schedule})
+        metrics = reduce_metrics(_metrics_of(self.group.train(data).get()))
+        for name in ("loss", "grad_norm"):
+            if not torch.isfinite(torch.tensor(metrics[name])):
+                raise TrainingError(
+                    f"Role {role}: {name} is {metrics[name]}",
+                    "a finite number",
+                    "lower the learning rate or look at the batch; the last checkpoint is kept",
+                )
+        return metrics
+
+    def logprobs(
+        self, role: str, rows: Sequence[Row], *, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """Return the log-probability of each response token, one tensor of shape (T_i,) per row."""
+        outputs = self._infer(role, rows, ("log_probs",), {"temperature": temperature})
+        return [
+            _before_tokens(values, row)
+            for values, row in zip(outputs["log_probs"], rows, strict=True)
+        ]
+
+    def values(self, role: str, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Return the value of the state before each response token, one tensor of shape (T_i,) per
+        row."""
+        outputs = self._infer(role, rows, ("values",), {})
+        return [
+            _before_tokens(values, row) for values, row in zip(outputs["values"], rows, strict=True)
+        ]
+
+    def scores(self, role: str, rows: Sequence[Row]) -> torch.Tensor:
+        """Return the score at the last real token of each row, shape (B,), fp32."""
+        outputs = self._infer(role, rows, ("values",), {})
+        return torch.stack([values[-1].float() for values in outputs["values"]])
+
+    def top_k(
+        self, role: str, rows: Sequence[Row], k: int, tau: float
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the k largest log-probabilities at temperature tau before each response token, and
+        their ids.
+
+        Returns:
+            Two lists of tensors of shape (T_i, k): log-probabilities fp32, token ids int64.
+        """
+        from functools import partial
+
+        from tasks.backends.verl_losses import top_k_hook
+
+        self.set_loss(role, partial(top_k_hook, k=k, tau=tau))
+        names = [f"{kind}_{i}" for kind in ("logprob", "id") for i in range(k)]
+        outputs = self._infer(
+            role, rows, names, {"distillation_use_topk": True, "compute_loss": True}
+        )
+        logprobs, ids = [], []
+        for i, row in enumerate(rows):
+            columns = [_before_tokens(outputs[name][i], row) for name in names]
+            logprobs.append(torch.stack(columns[:k], -1).float())
+            ids.append(torch.stack(columns[k:], -1).long())
+        return logprobs, ids
+
+    def save(self, role: str, directory: Path) -> None:
+        """Write a role's training state."""
+        self.group.save_checkpoint(role, str(directory))
+
+    def restore(self, role: str, directory: Path) -> None:
+        """Restore a role's training state."""
+        self.group.load_checkpoint(role, str(directory))
+
+    def export(self, role: str, directory: Path) -> None:
+        """Write a role's model for transformers or peft."""
+        self.group.export(role, str(directory))
+
+    def _check_shape(self, batch: Batch) -> None:
+        n_groups = len(batch.rows) // batch.group_size
+        if n_groups % self.host.ranks:
+            raise ConfigError(
+                f"{n_groups} pairs or prompts cannot be shared by {self.host.ranks} ranks",
+                "a multiple of runtime.ranks",
+                "change the stage's batch size or runtime.ranks",
+            )
+        longest = max(map(len, batch.rows)) * batch.group_size
+        if longest > self.runtime.tokens_per_micro_batch:
+            raise ConfigError(
+                f"A group of {batch.group_size} rows may take {longest} tokens",
+                f"at most runtime.tokens_per_micro_batch={self.runtime.tokens_per_micro_batch}",
+                "raise tokens_per_micro_batch or lower rendering.max_prompt_tokens",
+            )
+
+    def _infer(
+        self, role: str, rows: Sequence[Row], names: Iterable[str], flags: dict[str, Any]
+    ) -> dict[str, list[torch.Tensor]]:
+        outputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        # Rows of like length together: less padding. The order is restored below.
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for start in range(0, len(order), ROWS_PER_CALL):
+            part = [rows[i] for i in order[start : start + ROWS_PER_CALL]]
+            n_real = len(part)
+            part += [part[-1]] * (-n_real % self.host.ranks)
+            data = to_tensordict(Batch(part), {"role": role, "compute_loss": False} | flags)
+            result = self.group.infer(data).get()
+            for name, collected in outputs.items():
+                collected.extend(result[name].unbind()[:n_real])
+        place = {index: position for position, index in enumerate(order)}
+        return {
+            name: [found[place[i]] for i in range(len(rows))] for name, found in outputs.items()
+        }
+
+
+def _before_tokens(values: torch.Tensor, row: Row) -> torch.Tensor:
+    """Return what was computed from the state before each response token: one position left of the
+    token."""
+    return values[len(row.prompt_ids) - 1 : len(row) - 1].clone()
+
+
+def _metrics_of(output: Any) -> dict[str, Any]:
+    from verl.utils import tensordict_utils as tu
+
+    metrics: dict[str, Any] = tu.get(output, "metrics")
+    return metrics
+
+
+def reduce_metrics(nested: dict[str, Any]) -> dict[str, float]:
+    """Reduce per-rank, per-micro-batch metrics: ``*_max`` by the maximum, all others are sums."""
+    reduced: dict[str, float] = {}
+    for name, value in nested.items():
+        if name.startswith(("perf/", "mfu")):
+            continue
+        flat = list(_flatten(value))
+        reduced[name] = max(flat) if name.endswith("_max") else sum(flat)
+    return reduced
+
+
+def _flatten(value: Any) -> Iterable[float]:
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _flatten(item)
+    else:
+        yield float(value)
+
+
+def _nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+
+
+def to_tensordict(batch: Batch, flags: dict[str, Any]) -> Any:
+    """Build the jagged batch that a verl worker takes.
+
+    Every row becomes prompt + response without padding; ``loss_mask`` is 1 on the response tokens.
+    """
+    from verl.utils import tensordict_utils as tu
+
+    prompts = [torch.tensor(row.prompt_ids) for row in batch.rows]
+    responses = [torch.tensor(row.response_ids) for row in batch.rows]
+    ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
+    masks = [
+        torch.cat([torch.zeros_like(prompt), torch.ones_like(response)])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+    tensors = {
+        "input_ids": _nested(ids),
+        "position_ids": _nested([torch.arange(len(row)) for row in ids]),
+        "loss_mask": _nested(masks),
+        "prompts": _nested(prompts),
+        "responses": _nested(responses),
+        **{name: _nested(column) for name, column in batch.columns.items()},
+    }
+    plain = {
+        "temperature": 1.0,
+        "global_batch_size": len(ids),
+        "force_group_size": batch.group_size,
+    }
+    return tu.get_tensordict(tensors, non_tensor_dict={**plain, **batch.scalars, **flags})
+
+
+@cache
+def _live() -> dict[str, Session]:
+    """Hold the one session of this process."""
+    return {}
+
+
+def open_session(runtime: RuntimeConfig) -> Session:
+    """Return the worker group for this runtime, without roles; a running group that fits is used
+    again."""
+    host = HostSpec.from_runtime(runtime, cluster.resolve_device(runtime))
+    current = _live().get("session")
+    if current is not None and current.host == host:
+        current.drop()
+        current.runtime = runtime
+        return current
+    close()
+    cluster.connect(runtime)
+    _live()["session"] = Session(_start_group(host), runtime, host)
+    return _live()["session"]
+
+
+def _start_group(host: HostSpec) -> Any:
+    os.environ.update(cluster.worker_environment(host.device))
+    import ray
+    from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    from tasks.backends.verl_host import RoleHost
+
+    use_gpu = host.device == "cuda"
+    pool = RayResourcePool(cluster.node_layout(host), use_gpu=use_gpu, max_colocate_count=1)
+    actor = RayClassWithInitArgs(cls=ray.remote(RoleHost), threads=host.threads_per_rank)
+    return RayWorkerGroup(pool, actor, device_name=host.device)
+
+
+def close() -> None:
+    """End the worker processes."""
+    session = _live().pop("session", None)
+    if session is None:
+        return
+    import ray
+
+    for worker in session.group.workers:
+        ray.kill(worker)

@@ -1,0 +1,101 @@
+"""The fixed dataset of offline PPO: stored responses with their rewards and behaviour
+log-probabilities."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tasks.backends.roles import Row
+from tasks.data.rendering import RenderedPair
+from tasks.data.token_columns import TokenColumns, read_token_columns, write_token_columns
+from tasks.errors import RewardError
+
+SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """N stored responses.
+
+    Args:
+        rows: prompt and response of each.
+        groups: indices of the responses of each prompt; the sampler draws prompts.
+        rewards: (N,) fp32, normalised.
+        behavior_logprobs: N tensors of shape (T_i,), of the policy that wrote the responses.
+        ref_logprobs: N tensors of shape (T_i,), of the model that training starts from.
+    """
+
+    rows: Sequence[Row]
+    groups: Sequence[Sequence[int]]
+    rewards: Tensor
+    behavior_logprobs: Sequence[Tensor]
+    ref_logprobs: Sequence[Tensor]
+
+    def __post_init__(self) -> None:
+        spread = float(self.rewards.std()) if len(self.rewards) > 1 else 0.0
+        if not spread > 0.0:
+            raise RewardError(
+                f"All {len(self.rewards)} rewards are equal",
+                "rewards that differ",
+                "look at offline_ppo.reward and at the reward model's report",
+            )
+
+
+def response_rows(pairs: Sequence[RenderedPair]) -> list[Row]:
+    """Return two rows per pair: chosen, rejected."""
+    return [Row(p.prompt_ids, ids) for p in pairs for ids in (p.chosen_ids, p.rejected_ids)]
+
+
+def prompt_groups(pairs: Sequence[RenderedPair]) -> list[list[int]]:
+    """Return the row indices of each prompt, for rows laid out as `response_rows` does."""
+    groups: dict[str, list[int]] = {}
+    for index, pair in enumerate(pairs):
+        groups.setdefault(pair.prompt_id, []).extend((2 * index, 2 * index + 1))
+    return list(groups.values())
+
+
+def cached_logprobs(
+    path: Path, rows: Sequence[Row], identity: Sequence[str], compute: Callable[[], list[Tensor]]
+) -> list[Tensor]:
+    """Return log-probabilities of the responses from their Parquet column, computing it once.
+
+    Args:
+        path: directory of such columns.
+        rows: the responses.
+        identity: fingerprints of everything that the numbers depend on.
+        compute: called when the column is not there.
+    """
+    key = hashlib.sha256("|".join(identity).encode()).hexdigest()
+    file = path / f"{key[:16]}.parquet"
+    if not file.exists():
+        columns = TokenColumns(
+            [row.prompt_ids for row in rows],
+            [row.response_ids for row in rows],
+            {"logprobs": compute()},
+        )
+        write_token_columns(file, columns, key)
+    return read_token_columns(file, key).floats["logprobs"]
+
+
+def pad(tensors: Sequence[Tensor]) -> Tensor:
+    """Return ragged tensors of shape (T_i,) as one of shape (B, T), zeros behind each row."""
+    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True)
+
+
+def unpad(padded: Tensor, rows: Sequence[Row]) -> list[Tensor]:
+    """Return the real response tokens of each row of a (B, T) tensor."""
+    return [
+        values[: len(row.response_ids)].clone() for values, row in zip(padded, rows, strict=True)
+    ]
+
+
+def mask_of(rows: Sequence[Row]) -> Tensor:
+    """Return (B, T) bool, True = a real response token."""
+    lengths = torch.tensor([len(row.response_ids) for row in rows])
+    return torch.arange(int(lengths.max()))[None, :] < lengths[:, None]

@@ -1,0 +1,206 @@
+"""Adapters between verl's batches and the pure algorithms: the only place that knows verl's names.
+
+verl calls a loss once per micro-batch on every rank, adds the results up and averages gradients
+over ranks. The algorithms return this micro-batch's share of the whole step's loss, so every
+adapter multiplies by the rank count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from verl.workers.utils.padding import no_padding_2_padding
+
+from tasks.algorithms.distillation_losses import soft_hard_loss, topk_tail_kl
+from tasks.algorithms.masking import LossMode, Totals, aggregate
+from tasks.algorithms.policy_losses import (
+    ClipRange,
+    PolicyBatch,
+    decoupled_ppo_loss,
+    entropy_loss,
+    value_loss,
+)
+from tasks.algorithms.reward_losses import (
+    PairRegularization,
+    bradley_terry_loss,
+    split_interleaved,
+)
+
+Loss = tuple[Tensor, dict[str, float]]
+
+
+def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _response_mask(data: Any) -> Tensor:
+    """Return (B, T) bool, True = a real response token."""
+    lengths = data["responses"].offsets().diff()
+    longest = int(lengths.max())
+    mask: Tensor = torch.arange(longest, device=lengths.device)[None, :] < lengths[:, None]
+    return mask
+
+
+def _padded(data: Any, column: str) -> Tensor:
+    """Return a response-aligned column as (B, T) or (B, T, K)."""
+    padded: Tensor = torch.nested.to_padded_tensor(data[column], padding=0.0)
+    return padded
+
+
+def _totals(data: Any, mode: LossMode) -> Totals:
+    return Totals(float(data["batch_num_tokens"]), float(data["global_batch_size"]), mode)
+
+
+def _ranks(data: Any) -> int:
+    return int(data["dp_size"])
+
+
+def cloning_loss(model_output: Any = None, data: Any = None, dp_group: Any = None) -> Loss:
+    """Negative log-likelihood of the response tokens, averaged over all tokens of the step."""
+    mask = _response_mask(data)
+    token_loss = -no_padding_2_padding(model_output["log_probs"], data)
+    loss = aggregate(token_loss, mask, _totals(data, "token-mean"))
+    return loss * _ranks(data), {"nll_mean": float(loss.detach())}
+
+
+def last_token_scores(values: Any) -> Tensor:
+    """Return the score at the last real token of each row, by index.
+
+    Args:
+        values: jagged (B, L_i), one value per token of prompt and response.
+
+    Returns:
+        (B,) fp32.
+    """
+    scores: Tensor = values.values()[values.offsets()[1:] - 1]
+    return scores.float()
+
+
+def pairwise_loss(
+    regularization: PairRegularization,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Bradley-Terry loss over interleaved rows: chosen, rejected, chosen, rejected, ..."""
+    chosen, rejected = split_interleaved(last_token_scores(model_output["values"]))
+    total_pairs = float(data["global_batch_size"]) / 2
+    loss, metrics = bradley_terry_loss(
+        chosen, rejected, total_pairs=total_pairs, regularization=regularization
+    )
+    return loss * _ranks(data), _floats(metrics)
+
+
+def policy_loss(
+    clip: ClipRange,
+    mode: LossMode,
+    entropy_coef: float,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Decoupled clipped surrogate; columns ``proximal_logprobs``, ``advantages``, ``weights``."""
+    mask, totals = _response_mask(data), _totals(data, mode)
+    frozen = PolicyBatch(
+        proximal_logprobs=_padded(data, "proximal_logprobs"),
+        advantages=_padded(data, "advantages"),
+        weights=_padded(data, "weights"),
+        response_mask=mask,
+    )
+    logprobs = no_padding_2_padding(model_output["log_probs"], data)
+    loss, metrics = decoupled_ppo_loss(logprobs, frozen, totals=totals, clip=clip)
+    if entropy_coef > 0.0:
+        entropy = no_padding_2_padding(model_output["entropy"], data)
+        bonus, entropy_metrics = entropy_loss(entropy, mask, coef=entropy_coef, totals=totals)
+        loss, metrics = loss + bonus, metrics | entropy_metrics
+    return loss * _ranks(data), _floats(metrics)
+
+
+def critic_loss(
+    clip_range: float,
+    mode: LossMode,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Clipped squared error of the values; columns ``old_values`` and ``returns``."""
+    values = no_padding_2_padding(model_output["values"], data)
+    loss, metrics = value_loss(
+        values,
+        _padded(data, "old_values"),
+        _padded(data, "returns"),
+        _response_mask(data),
+        clip_range=clip_range,
+        totals=_totals(data, mode),
+    )
+    return loss * _ranks(data), _floats(metrics)
+
+
+def _positions_before_response(data: Any) -> Tensor:
+    """Return the flat positions whose logits predict the response tokens, shape (N,)."""
+    offsets = data["input_ids"].offsets()
+    prompt_lengths = data["prompts"].offsets().diff()
+    starts = (offsets[:-1] + prompt_lengths - 1).tolist()
+    ends = (offsets[1:] - 1).tolist()
+    spans = [torch.arange(a, b, device=offsets.device) for a, b in zip(starts, ends, strict=True)]
+    return torch.cat(spans)
+
+
+def distillation_loss(
+    alpha: float,
+    tau: float,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+    student_logits: Tensor | None = None,
+) -> Any:
+    """Soft and hard labels; columns ``teacher_logprobs`` (T_i, K) at ``tau`` and ``teacher_ids``.
+
+    verl calls it twice per micro-batch: with ``student_logits`` (1, N, V) for the per-token
+    divergence, which exists only while the logits do, and then as the loss.
+    """
+    if student_logits is not None:
+        positions = _positions_before_response(data)
+        token_kl = topk_tail_kl(
+            data["teacher_logprobs"].values(),
+            data["teacher_ids"].values(),
+            student_logits[0, positions],
+            tau=tau,
+        )
+        all_tokens = torch.zeros(student_logits.shape[1], device=token_kl.device)
+        return {"token_kl": all_tokens.index_put((positions,), token_kl)[None]}
+    loss, metrics = soft_hard_loss(
+        no_padding_2_padding(model_output["token_kl"], data),
+        -no_padding_2_padding(model_output["log_probs"], data),
+        _response_mask(data),
+        alpha=alpha,
+        tau=tau,
+        total_tokens=float(data["batch_num_tokens"]),
+    )
+    return loss * _ranks(data), _floats(metrics)
+
+
+def top_k_hook(
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+    student_logits: Tensor | None = None,
+    *,
+    k: int,
+    tau: float,
+) -> Any:
+    """Return a teacher's k largest log-probabilities per token, or a zero loss when called as a
+    loss.
+
+    Args:
+        student_logits: (1, N, V) logits of all tokens of the micro-batch.
+        k: entries kept per token.
+        tau: temperature of the softmax.
+    """
+    if student_logits is None:
+        return torch.zeros(()), {}
+    top = torch.log_softmax(student_logits.float() / tau, -1).topk(k, -1)
+    columns = {f"logprob_{i}": top.values[..., i] for i in range(k)}
+    return columns | {f"id_{i}": top.indices[..., i] for i in range(k)}

@@ -1,0 +1,104 @@
+"""Preference pairs on disk: splits, rows, reading."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any, Final
+
+from tasks.artifacts import PreferenceDataset
+from tasks.data.hh import Message, Pair
+from tasks.data.schemas import PAIR_SCHEMA, open_parquet
+from tasks.errors import ConfigError
+
+SPLITS: Final = ("train", "validation", "test")
+
+
+def split_of(prompt_id: str, seed: int, validation_share: float, test_share: float) -> str:
+    """Return the split of a prompt.
+
+    $u$ is the first 64 bits of the SHA-256 of seed and prompt_id, over $2^{64}$; test if $u < t$,
+    validation if $u < t + v$, else train. It depends on nothing else: rows that share a prompt stay
+    together, and a prompt keeps its split when rows are added to the source.
+
+    Raises:
+        ConfigError: the shares leave nothing to train on.
+    """
+    if validation_share + test_share >= 1.0:
+        raise ConfigError(
+            f"validation_share {validation_share} and test_share {test_share} add up to "
+            f"{validation_share + test_share:g}",
+            "less than 1",
+            "lower ingest.validation_share or ingest.test_share",
+        )
+    digest = hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
+    position = int.from_bytes(digest[:8], "big") / 2**64
+    if position < test_share:
+        return "test"
+    return "validation" if position < test_share + validation_share else "train"
+
+
+def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
+    """Return the Parquet row of a pair."""
+    return {
+        "pair_id": pair.pair_id,
+        "prompt_id": pair.prompt_id,
+        "split": split,
+        "subset": pair.subset,
+        "prompt": [{"role": turn.role, "content": turn.content} for turn in pair.prompt],
+        "chosen": pair.chosen,
+        "rejected": pair.rejected,
+        "n_turns": pair.n_turns,
+        "chosen_chars": len(pair.chosen),
+        "rejected_chars": len(pair.rejected),
+        "alternating": pair.alternating,
+        "source_file": pair.source_file,
+        "source_line": pair.source_line,
+    }
+
+
+def row_to_pair(row: dict[str, Any]) -> Pair:
+    """Return the pair of a Parquet row."""
+    return Pair(
+        pair_id=row["pair_id"],
+        prompt_id=row["prompt_id"],
+        subset=row["subset"],
+        prompt=tuple(Message(turn["role"], turn["content"]) for turn in row["prompt"]),
+        chosen=row["chosen"],
+        rejected=row["rejected"],
+        source_file=row["source_file"],
+        source_line=row["source_line"],
+    )
+
+
+_PAIR_COLUMNS: Final = [
+    "pair_id",
+    "prompt_id",
+    "subset",
+    "prompt",
+    "chosen",
+    "rejected",
+    "source_file",
+    "source_line",
+]
+
+
+def iter_pairs(dataset: PreferenceDataset, split: str) -> Iterator[Pair]:
+    """Yield the pairs of a split in source order, one row group in memory at a time.
+
+    Raises:
+        ConfigError: no such split.
+        ArtifactError: the file is torn or of another schema version.
+    """
+    if split not in SPLITS:
+        raise ConfigError(f"Unknown split {split!r}", f"one of {SPLITS}", "name one of them")
+    file = open_parquet(dataset.split_path(split), PAIR_SCHEMA)
+    with file:
+        for group in range(file.num_row_groups):
+            for row in file.read_row_group(group, columns=_PAIR_COLUMNS).to_pylist():
+                yield row_to_pair(row)
+
+
+def read_pairs(dataset: PreferenceDataset, split: str) -> list[Pair]:
+    """Return all pairs of a split in source order; errors as in `iter_pairs`."""
+    return list(iter_pairs(dataset, split))

@@ -1,0 +1,227 @@
+"""Two-turn questions and model answers in the file formats of FastChat's MT-Bench."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from tasks.data.source import read_lines
+from tasks.errors import DataError
+
+_FIX: Final = 'one object per line: {"question_id": 81, "category": "writing", "turns": ["", ""]}'
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with its follow-up.
+
+    Args:
+        reference: reference answers by turn, or None where the category has none.
+    """
+
+    question_id: int
+    category: str
+    turns: tuple[str, str]
+    reference: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAnswer:
+    """A model's answers to both turns of a question.
+
+    Args:
+        tstamp: seconds since 1970, when the answer was made.
+    """
+
+    question_id: int
+    model_id: str
+    turns: tuple[str, str]
+    tstamp: float
+
+    @property
+    def answer_id(self) -> str:
+        """Hash of question, model and text: the same answer has the same id."""
+        text = json.dumps([self.question_id, self.model_id, *self.turns])
+        return hashlib.sha256(text.encode()).hexdigest()[:22]
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read a FastChat ``question.jsonl``; references come from the questions themselves.
+
+    Raises:
+        MissingInputError: no such file.
+        DataError: a line that is no question with two turns, a question id that is there twice, or
+            no questions at all.
+    """
+    questions: dict[int, Question] = {}
+    for where, row in read_objects(path):
+        question = _parse_question(where, row)
+        if question.question_id in questions:
+            raise DataError(
+                f"{where}: question_id {question.question_id} is there a second time",
+                "unique ids",
+                "renumber or remove one of them",
+            )
+        questions[question.question_id] = question
+    if not questions:
+        raise DataError(f"{path} holds no questions", "at least one", _FIX)
+    return list(questions.values())
+
+
+def temperature_for(category: str, table: Mapping[str, float], default: float) -> float:
+    """Return the sampling temperature of a category; 0 means greedy, without sampling."""
+    return table.get(category, default)
+
+
+def write_questions(path: Path, questions: Iterable[Question]) -> None:
+    """Write questions as FastChat's ``question.jsonl``."""
+    rows = []
+    for question in questions:
+        row: dict[str, Any] = {
+            "question_id": question.question_id,
+            "category": question.category,
+            "turns": list(question.turns),
+        }
+        if question.reference is not None:
+            row["reference"] = list(question.reference)
+        rows.append(row)
+    write_objects(path, rows)
+
+
+def write_answers(path: Path, answers: Iterable[ModelAnswer]) -> None:
+    """Write answers as FastChat's ``model_answer/<model_id>.jsonl``, sorted by question."""
+    ordered = sorted(answers, key=lambda answer: (answer.question_id, answer.model_id))
+    write_objects(
+        path,
+        (
+            {
+                "question_id": answer.question_id,
+                "answer_id": answer.answer_id,
+                "model_id": answer.model_id,
+                "choices": [{"index": 0, "turns": list(answer.turns)}],
+                "tstamp": answer.tstamp,
+            }
+            for answer in ordered
+        ),
+    )
+
+
+def read_answers(path: Path) -> list[ModelAnswer]:
+    """Read FastChat answers; of several to one question by one model the last in the file counts.
+
+    Raises:
+        MissingInputError: no such file.
+        DataError: a line that is no answer to two turns.
+    """
+    answers: dict[tuple[int, str], ModelAnswer] = {}
+    for where, row in read_objects(path):
+        choices = get_field(where, row, "choices", list)
+        if not choices or not isinstance(choices[0], dict):
+            raise DataError(f"{where}: choices is empty", '[{"index": 0, "turns": [...]}]', _FIX)
+        answer = ModelAnswer(
+            question_id=get_field(where, row, "question_id", int),
+            model_id=get_field(where, row, "model_id", str),
+            turns=_two_turns(where, choices[0]),
+            tstamp=get_number(where, row, "tstamp") or 0.0,
+        )
+        answers[answer.question_id, answer.model_id] = answer
+    return list(answers.values())
+
+
+def read_objects(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Yield each JSON object of a JSON-Lines file after "file, line N".
+
+    Raises:
+        MissingInputError: no such file.
+        DataError: a line that is no JSON object.
+    """
+    for line in read_lines(path):
+        where = f"{path}, line {line.number}"
+        try:
+            row = json.loads(line.text)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is not JSON: {error}", "a JSON object", _FIX) from error
+        if not isinstance(row, dict):
+            raise DataError(f"{where} holds a {type(row).__name__}", "a JSON object", _FIX)
+        yield where, row
+
+
+def write_objects(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write JSON Lines in UTF-8; a value that is not finite is refused.
+
+    Raises:
+        DataError: a value that JSON cannot hold.
+    """
+    try:
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+        content = "".join(lines).encode()
+    except ValueError as error:
+        raise DataError(
+            f"{path.name} cannot hold a value: {error}",
+            "finite numbers and valid text",
+            "correct it",
+        ) from error
+    path.write_bytes(content)
+
+
+def get_field(where: str, row: Mapping[str, Any], name: str, kind: type) -> Any:
+    """Return a field of a row.
+
+    Raises:
+        DataError: it is missing or of another type; True and False are not numbers.
+    """
+    if name not in row:
+        raise DataError(f"{where}: no field {name!r}", kind.__name__, _FIX)
+    value = row[name]
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise DataError(f"{where}: {name} is a {type(value).__name__}", kind.__name__, _FIX)
+    return value
+
+
+def get_number(where: str, row: Mapping[str, Any], name: str) -> float | None:
+    """Return an optional number of a row, or None where it is missing or null.
+
+    Raises:
+        DataError: it is no finite number.
+    """
+    value = row.get(name)
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # False for NaN, and for an integer beyond the floats.
+    if not is_number or not abs(value) <= sys.float_info.max:
+        raise DataError(f"{where}: {name} is {value!r}", "a finite number", "correct the file")
+    return float(value)
+
+
+def _parse_question(where: str, row: Mapping[str, Any]) -> Question:
+    reference = row.get("reference")
+    if reference is not None:
+        reference = tuple(_texts(where, row, "reference"))
+    return Question(
+        question_id=get_field(where, row, "question_id", int),
+        category=get_field(where, row, "category", str),
+        turns=_two_turns(where, row),
+        reference=reference or None,
+    )
+
+
+def _two_turns(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    turns = _texts(where, row, "turns")
+    if len(turns) != 2:
+        raise DataError(f"{where}: {len(turns)} turns", "2 turns", _FIX)
+    return turns[0], turns[1]
+
+
+def _texts(where: str, row: Mapping[str, Any], name: str) -> list[str]:
+    values: list[Any] = get_field(where, row, name, list)
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            found = f"{where}: {name}[{index}] is a {type(value).__name__}"
+            raise DataError(found, "a string", _FIX)
+    return values

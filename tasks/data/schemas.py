@@ -1,0 +1,220 @@
+"""Parquet schemas of the preference data, and a writer that is atomic and sizes its row groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tasks.errors import ArtifactError, DataError
+
+SCHEMA_VERSION: Final = 1
+_NAME_KEY: Final = b"rlhf.schema"
+_VERSION_KEY: Final = b"rlhf.schema_version"
+
+
+def _schema(name: str, fields: Sequence[tuple[str, pa.DataType, bool]]) -> pa.Schema:
+    metadata = {_NAME_KEY: name.encode(), _VERSION_KEY: str(SCHEMA_VERSION).encode()}
+    return pa.schema([pa.field(*field) for field in fields], metadata=metadata)
+
+
+_MESSAGE: Final = pa.struct(
+    [pa.field("role", pa.string(), False), pa.field("content", pa.large_string(), False)]
+)
+
+PAIR_SCHEMA: Final = _schema(
+    "preference_pair",
+    [
+        ("pair_id", pa.string(), False),
+        ("prompt_id", pa.string(), False),
+        ("split", pa.string(), False),
+        ("subset", pa.string(), False),
+        ("prompt", pa.list_(pa.field("element", _MESSAGE, False)), False),
+        ("chosen", pa.large_string(), False),
+        ("rejected", pa.large_string(), False),
+        ("n_turns", pa.int32(), False),
+        ("chosen_chars", pa.int32(), False),
+        ("rejected_chars", pa.int32(), False),
+        ("alternating", pa.bool_(), False),
+        ("source_file", pa.string(), False),
+        ("source_line", pa.int64(), False),
+    ],
+)
+
+QUARANTINE_SCHEMA: Final = _schema(
+    "quarantined_row",
+    [
+        ("reason", pa.string(), False),
+        ("detail", pa.string(), True),
+        ("source_file", pa.string(), False),
+        ("source_line", pa.int64(), False),
+        ("raw", pa.large_string(), False),
+    ],
+)
+
+
+def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Build a table of exactly this schema; an optional column that is all None keeps its type.
+
+    Raises:
+        DataError: a row has a column that the schema lacks, lacks one that may not be null, or
+            holds a value of another type.
+    """
+    known = set(schema.names)
+    for index, row in enumerate(rows):
+        unknown = sorted(set(row) - known)
+        if unknown:
+            raise DataError(
+                f"Row {index} has column {', '.join(map(repr, unknown))}, which the schema lacks",
+                f"only {schema.names}",
+                "add the column to the schema and raise its version, or leave it out of the row",
+            )
+    arrays = [_to_array([row.get(field.name) for row in rows], field) for field in schema]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _to_array(values: list[Any], field: pa.Field) -> pa.Array:
+    if not field.nullable and None in values:
+        raise DataError(
+            f"Row {values.index(None)} has no value in column {field.name!r}",
+            "a value in every row",
+            "fill the column or declare it nullable",
+        )
+    try:
+        return pa.array(values, type=field.type)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise DataError(
+            f"Column {field.name!r} cannot hold a value: {error}",
+            f"values of type {field.type}",
+            "correct the value",
+        ) from error
+
+
+class RowGroupWriter:
+    """Write rows to Parquet in row groups of a set size, however many rows each call brings.
+
+    The file appears under its final name only when the block ends without an error (temporary
+    sibling, fsync, rename); until then a previous file stays as it was.
+
+    Args:
+        path: final path.
+        schema: exact schema of the file.
+        rows_per_group: rows of every row group but the last.
+        sorted_by: column whose values never fall from one row to the next; recorded in the file.
+    """
+
+    def __init__(
+        self, path: Path, schema: pa.Schema, rows_per_group: int, sorted_by: str | None = None
+    ) -> None:
+        self.path = path
+        self.rows = 0
+        self._schema = schema
+        self._rows_per_group = rows_per_group
+        self._sorted_by = sorted_by
+        self._last_key: Any = None
+        self._pending: list[Mapping[str, Any]] = []
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._writer: pq.ParquetWriter | None = None
+
+    def __enter__(self) -> RowGroupWriter:
+        order = None
+        if self._sorted_by is not None:
+            order = [pq.SortingColumn(self._schema.get_field_index(self._sorted_by))]
+        self._writer = pq.ParquetWriter(
+            self._temporary, self._schema, compression="zstd", sorting_columns=order
+        )
+        return self
+
+    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Add rows.
+
+        Raises:
+            DataError: a row does not fit the schema or breaks the order.
+        """
+        for row in rows:
+            self._check_order(row)
+            self._pending.append(row)
+            self.rows += 1
+            if len(self._pending) == self._rows_per_group:
+                self._flush()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._flush()
+            self._close()
+            if kind is None:
+                _publish(self._temporary, self.path)
+        finally:
+            self._close()
+            self._temporary.unlink(missing_ok=True)
+
+    def _check_order(self, row: Mapping[str, Any]) -> None:
+        if self._sorted_by is None:
+            return
+        key = row.get(self._sorted_by)
+        if self._last_key is not None and (key is None or key < self._last_key):
+            raise DataError(
+                f"Row {self.rows} has {self._sorted_by} {key!r} after {self._last_key!r}",
+                f"rows sorted by {self._sorted_by}",
+                "sort the rows before writing",
+            )
+        self._last_key = key
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def _flush(self) -> None:
+        if self._pending and self._writer is not None:
+            table = to_table(self._pending, self._schema)
+            self._writer.write_table(table, row_group_size=self._rows_per_group)
+            self._pending = []
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    with temporary.open("rb") as handle:
+        os.fsync(handle.fileno())
+    temporary.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetFile:
+    """Open a Parquet file that must have this schema.
+
+    Raises:
+        ArtifactError: the file is torn, or has another schema or schema version.
+    """
+    fix = "run the stage that wrote it again"
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}", "a Parquet file", fix) from error
+    found = file.schema_arrow
+    expected = _identity(schema)
+    if _identity(found) != expected:
+        raise ArtifactError(f"{path} has schema {_identity(found)}", str(expected), fix)
+    if not found.equals(schema, check_metadata=False):
+        changed = sorted(set(map(str, found)) ^ set(map(str, schema)))
+        raise ArtifactError(f"{path} has other columns: {changed}", f"schema {expected}", fix)
+    return file
+
+
+def _identity(schema: pa.Schema) -> tuple[str, str]:
+    metadata = schema.metadata or {}
+    return metadata.get(_NAME_KEY, b"unknown").decode(), metadata.get(_VERSION_KEY, b"0").decode()

@@ -1,0 +1,82 @@
+"""Every error that the project raises on purpose.
+
+Each class is also a standard-library type, so callers may catch either, and survives pickling,
+because errors cross process borders (Ray workers, Prefect results). The message has three parts:
+what was found, what was expected, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class RlhfError(Exception):
+    """Base of the project's errors.
+
+    Args:
+        found: what was found, naming file, line, field or step.
+        expected: what would have been right; may be empty when ``found`` says it.
+        fix: what the user can do about it.
+    """
+
+    def __init__(self, found: str, expected: str = "", fix: str = "") -> None:
+        super().__init__(found, expected, fix)
+        self.found = found
+        self.expected = expected
+        self.fix = fix
+
+    def __str__(self) -> str:
+        parts = [self.found.rstrip(".") + "."]
+        if self.expected:
+            parts.append(f"Expected: {self.expected.rstrip('.')}.")
+        if self.fix:
+            parts.append(f"Fix: {self.fix.rstrip('.')}.")
+        return " ".join(parts)
+
+
+class ConfigError(RlhfError, ValueError):
+    """A configuration that cannot work: unknown key, wrong type, values that contradict each
+    other."""
+
+
+class MissingInputError(RlhfError, FileNotFoundError):
+    """A file, directory, model or upstream artefact that is not there."""
+
+    __str__ = RlhfError.__str__
+
+
+class DataError(RlhfError, ValueError):
+    """Input rows or a dataset that cannot be used."""
+
+
+class RendererMismatchError(RlhfError, ValueError):
+    """Two artefacts that were made with different chat templates, special tokens or lengths."""
+
+
+class ArtifactError(RlhfError, ValueError):
+    """An artefact that is torn, edited, of another kind or of another schema version."""
+
+
+class ModelError(RlhfError, ValueError):
+    """A model directory or hub id that cannot be used: no tokenizer, no chat template, wrong
+    architecture."""
+
+
+class WorkspaceError(RlhfError, OSError):
+    """A workspace that cannot be written: read-only, full, or not a directory."""
+
+    __str__ = RlhfError.__str__
+
+
+class ClusterError(RlhfError, ConnectionError):
+    """A Ray cluster, Prefect server or MLflow server that does not answer or lacks the resources
+    asked for."""
+
+    __str__ = RlhfError.__str__
+
+
+class TrainingError(RlhfError, ArithmeticError):
+    """Training that went wrong: a non-finite loss, a dead gradient, a worker that disagrees with
+    its checkpoint."""
+
+
+class RewardError(RlhfError, ValueError):
+    """A reward that cannot be used: no variance, not a number, a reward function that fails."""

@@ -1,0 +1,36 @@
+"""From an adapter to a merged model, and what a reader of either computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tasks.data.templates import load_tokenizer
+from tasks.models.loading import load_student
+
+
+def merge_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
+    """Write base plus adapter as one model: W + (alpha / r) B A, in fp32, because bf16 would round
+    the change away.
+
+    Raises:
+        ModelError: base and adapter do not fit.
+    """
+    merged = load_student(base_dir, adapter_dir).merge_and_unload()
+    merged.save_pretrained(str(merged_dir))
+    load_tokenizer(base_dir).save_pretrained(str(merged_dir))
+
+
+@torch.no_grad()
+def response_logprobs(
+    model: torch.nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]
+) -> Tensor:
+    """Return the log-probability of each response token by a plain forward pass, shape (T,)."""
+    ids = torch.tensor([[*prompt_ids, *response_ids]])
+    logits = model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
+    labels = ids[0, len(prompt_ids) :]
+    logprobs: Tensor = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    return logprobs

@@ -1,0 +1,91 @@
+"""The workspace: the one directory that everything is written under."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.errors import WorkspaceError
+
+HOME_VARIABLE = "RLHF_HOME"
+DEFAULT_HOME = "var"
+MIN_FREE_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Paths under one root directory.
+
+    Args:
+        root: absolute path, ``$RLHF_HOME`` or ``./var``.
+    """
+
+    root: Path
+
+    @classmethod
+    def from_environment(cls) -> Workspace:
+        """Return the workspace named by ``RLHF_HOME``, else ``./var``."""
+        return cls(Path(os.environ.get(HOME_VARIABLE) or DEFAULT_HOME).expanduser().resolve())
+
+    def artifacts_dir(self, stage: str) -> Path:
+        """Return the directory of a stage's finished artefacts."""
+        return self.root / ("data" if stage == "ingest" else "models") / stage
+
+    def checkpoint_dir(self, stage: str, fingerprint: str) -> Path:
+        """Return where unfinished training of exactly this stage and config keeps its state."""
+        return self.root / "checkpoints" / stage / fingerprint[:16]
+
+    @property
+    def cache_dir(self) -> Path:
+        """Directory of things that can be made again: downloads, generated demo files."""
+        return self.root / "cache"
+
+    @property
+    def summary_path(self) -> Path:
+        """The summary of the latest chain run."""
+        return self.root / "summary.json"
+
+    @property
+    def tracking_uri(self) -> str:
+        """Absolute address of the embedded MLflow database."""
+        return f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def mlflow_artifacts_dir(self) -> Path:
+        """Directory of the embedded MLflow artifact store."""
+        return self.root / "mlartifacts"
+
+    @property
+    def prefect_home(self) -> Path:
+        """Directory of the temporary Prefect server's state."""
+        return self.root / "prefect"
+
+    def prepare(self) -> None:
+        """Create the root and prove that it can be written.
+
+        Raises:
+            WorkspaceError: the root is read-only, not a directory, or the disk is almost full.
+        """
+        fix = f"choose another directory with {HOME_VARIABLE}=/path/to/workspace, or free this one"
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root) as probe:
+                probe.write(b"0" * 4096)
+                probe.flush()
+                os.fsync(probe.fileno())
+        except OSError as error:
+            raise WorkspaceError(
+                f"Workspace {self.root} cannot be written: {error.strerror or error}",
+                "a writable directory",
+                fix,
+            ) from error
+        free = shutil.disk_usage(self.root).free
+        if free < MIN_FREE_BYTES:
+            raise WorkspaceError(
+                f"Workspace {self.root} has {free / 2**20:.0f} MiB left",
+                f"{MIN_FREE_BYTES / 2**20:.0f} MiB free",
+                fix,
+            )

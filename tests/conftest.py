@@ -1,0 +1,208 @@
+"""Fixtures of all tests: shared files, a workspace, Prefect and MLflow servers, artefacts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+_PREFECT_HOME = tempfile.mkdtemp(prefix="rlhf-tests-prefect-")
+
+# Prefect reads these when it is imported, which is later than this file.
+os.environ.update(
+    PREFECT_HOME=_PREFECT_HOME,
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="CRITICAL",
+    DO_NOT_TRACK="1",
+    MLFLOW_DISABLE_TELEMETRY="true",
+)
+os.environ.pop("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None)
+os.environ.pop("PREFECT_API_URL", None)
+
+SharedCases = Callable[[str], list[dict[str, Any]]]
+
+
+def pytest_unconfigure() -> None:
+    """Remove Prefect's state."""
+    shutil.rmtree(_PREFECT_HOME, ignore_errors=True)
+
+
+def _require(path: Path) -> Path:
+    """Return a shared path; without it a user's tests are skipped and CI's fail."""
+    if path.exists():
+        return path
+    reason = f"{path} is not there: this test reads real files that are not part of the project"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder of real data files."""
+    return _require(SHARED / "data")
+
+
+@pytest.fixture(scope="session")
+def shared_cases() -> SharedCases:
+    """A function that returns the known cases of one stage."""
+
+    def read(stage: str) -> list[dict[str, Any]]:
+        path = _require(SHARED / "cases" / "cases.jsonl")
+        cases = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        found = [case for case in cases if case["stage"] == stage]
+        assert found, f"no case has the stage {stage}"
+        return found
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_db(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database with MLflow's tables, which take seconds to make."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow-template") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow_db: Path) -> Any:
+    """A fresh workspace that RLHF_HOME names."""
+    from tasks.workspace import Workspace
+
+    monkeypatch.setenv("RLHF_HOME", str(tmp_path / "home"))
+    made = Workspace.from_environment()
+    made.prepare()
+    shutil.copy(empty_mlflow_db, made.root / "mlflow.db")
+    return made
+
+
+@pytest.fixture
+def tracker(workspace: Any) -> Any:
+    """The workspace's own MLflow database."""
+    from tasks.config import TrackingConfig
+    from tasks.tracking import connect
+
+    return connect(TrackingConfig(), workspace)
+
+
+@pytest.fixture(scope="session")
+def prefect_server() -> Iterator[None]:
+    """A Prefect server for the whole session."""
+    from prefect.settings import temporary_settings
+    from prefect.testing.utilities import prefect_test_harness
+
+    no_heartbeat: Any = {"flows.heartbeat_frequency": None}
+    with prefect_test_harness(server_startup_timeout=120), temporary_settings(no_heartbeat):
+        yield
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    pytest.fail(f"{url} did not answer:\n{log.read_text()[-2000:]}")
+
+
+@pytest.fixture(scope="session")
+def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real `mlflow server` with SQLite behind it."""
+    directory = tmp_path_factory.mktemp("mlflow-server")
+    port = _free_port()
+    log = directory / "server.log"
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{directory / 'mlflow.db'}"]
+    command += ["--artifacts-destination", str(directory / "artifacts")]
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=directory,
+            start_new_session=True,
+        )
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(30)
+
+
+@pytest.fixture
+def make_artifact(workspace: Any) -> Callable[..., Any]:
+    """A function that writes a small real artefact of a stage and returns its handle.
+
+    Its payload is one file; ``parents`` are handles or `ParentRef`s by input name.
+    """
+    from tasks.artifacts import KINDS, Artifact, Draft, build_artifact, fingerprint, newest_artifact
+
+    kinds = {
+        "ingest": "preference_dataset",
+        "sft": "policy_checkpoint",
+        "reward_model": "reward_model_checkpoint",
+        "offline_ppo": "policy_checkpoint",
+        "distill": "student_adapter",
+        "evaluate": "eval_report",
+    }
+
+    def make(
+        stage: str,
+        parents: dict[str, Any] | None = None,
+        run_id: str | None = None,
+        report: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Artifact:
+        refs = {
+            name: parent.as_parent() if isinstance(parent, Artifact) else parent
+            for name, parent in (parents or {}).items()
+        }
+        hashes = {name: ref.fingerprint for name, ref in refs.items()}
+        draft = Draft(
+            kind=kinds[stage],
+            stage=stage,
+            fingerprint=fingerprint(stage, 1, config, hashes),
+            config=config,
+            parents=refs,
+            mlflow_run_id=run_id,
+        )
+        directory = workspace.artifacts_dir(stage)
+        with build_artifact(directory, draft) as temporary:
+            (temporary / "payload.bin").write_bytes(b"payload")
+            (temporary / "report.json").write_text(json.dumps(report or {}))
+        made = newest_artifact(directory, KINDS[draft.kind], draft.fingerprint)
+        assert made is not None
+        return made
+
+    return make

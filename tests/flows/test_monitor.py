@@ -1,0 +1,141 @@
+"""Memory, time and the summary file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from flows.console import lineage_lines, ui_commands
+from flows.monitor import (
+    RunMonitor,
+    StageOutcome,
+    current_monitor,
+    monitored,
+    summary_of,
+    tree_rss_bytes,
+    write_summary,
+)
+from flows.results import chain_rows
+from tasks.config import TrackingConfig
+from tasks.errors import WorkspaceError
+from tasks.lineage import LineageNode
+from tasks.workspace import Workspace
+
+Make = Callable[..., Any]
+_ALLOCATE = (
+    "import time; block = bytearray(b'1') * 200_000_000; print('ready', flush=True); time.sleep(60)"
+)
+
+
+def _outcome(artifact: Any, *, reused: bool = False) -> StageOutcome:
+    return StageOutcome(
+        artifact=str(artifact.path),
+        fingerprint=artifact.fingerprint,
+        mlflow_run_id="r",
+        seconds=1.25,
+        reused=reused,
+    )
+
+
+def test_children_count() -> None:
+    before = tree_rss_bytes(psutil.Process())
+    child = subprocess.Popen([sys.executable, "-c", _ALLOCATE], stdout=subprocess.PIPE)
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert tree_rss_bytes(psutil.Process()) - before > 200e6
+        monitor = RunMonitor(time.time() - 5)
+        time.sleep(0.2)
+        monitor.stop()
+        assert monitor.peak_rss_bytes > 200e6
+        assert 5 < monitor.wall_seconds < 60
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_inner_block_shares_the_monitor() -> None:
+    assert current_monitor() is None
+    with monitored() as outer, monitored() as inner:
+        assert inner is outer is current_monitor()
+    assert current_monitor() is None
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_demo_figures_are_found(make_artifact: Make, workspace: Workspace, is_nested: bool) -> None:
+    nested = {"demo": {"oracle_good_rate": {"base": 0.4, "student": 0.8}}}
+    flat = {"demo.oracle_good_rate.base": 0.4, "demo.oracle_good_rate.student": 0.8}
+    report = make_artifact("evaluate", report=nested if is_nested else flat)
+    summary = summary_of({"evaluate": _outcome(report)}, 2.0, 3)
+    assert summary["demo"] == {
+        "oracle_good_rate": {"base": 0.4, "policy": None, "student": 0.8},
+        "reward_accuracy_clean": None,
+    }
+    assert (summary["wall_seconds"], summary["peak_rss_bytes"]) == (2.0, 3)
+
+
+def test_summary_is_written_whole(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_summary(path, {"a": 1})
+    write_summary(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 2}
+    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
+    with pytest.raises(WorkspaceError, match="cannot be written"):
+        write_summary(tmp_path / "gone" / "summary.json", {})
+
+
+def test_rows_say_what_was_reused(make_artifact: Make) -> None:
+    outcomes = {
+        "sft": _outcome(make_artifact("sft"), reused=True),
+        "distill": _outcome(make_artifact("distill")),
+    }
+    assert [(row["stage"], row["state"]) for row in chain_rows(outcomes)] == [
+        ("sft", "reused"),
+        ("distill", "ran"),
+    ]
+
+
+def test_commands_open_both_uis(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_HOME")
+    prefect, mlflow = ui_commands(workspace, TrackingConfig(), None)
+    assert f"PREFECT_HOME={workspace.prefect_home} prefect server start" in prefect
+    assert f"--backend-store-uri {workspace.tracking_uri}" in mlflow
+    servers = ui_commands(workspace, TrackingConfig(tracking_uri="http://m"), "http://p/api")
+    assert servers == ["Prefect UI: http://p", "MLflow UI:  http://m"]
+
+
+def test_tree_shows_shared_ancestors_once() -> None:
+    raw = LineageNode(kind="file", fingerprint="f0", path="/raw", status="verified")
+    data = LineageNode(
+        kind="preference_dataset",
+        stage="ingest",
+        fingerprint="f1",
+        path="/data",
+        status="present",
+        parents={"source": raw},
+    )
+    base = data.model_copy(
+        update={"stage": "sft", "fingerprint": "f2", "path": "/base", "parents": {"data": data}}
+    )
+    root = base.model_copy(
+        update={"fingerprint": "f3", "path": "/root", "parents": {"base": base, "data": data}}
+    )
+    assert lineage_lines(root) == [
+        "sft: preference_dataset f3",
+        "│ /root",
+        "├─ base: preference_dataset f2",
+        "│  │ /base",
+        "│  └─ data: preference_dataset f1",
+        "│     │ /data",
+        "│     └─ source: file f0 [verified]",
+        "│          /raw",
+        "└─ data: preference_dataset f1 (see above)",
+    ]

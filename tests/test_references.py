@@ -1,0 +1,110 @@
+"""References: every form, and what is said when nothing is behind one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.artifacts import PolicyCheckpoint, RewardModelCheckpoint
+from tasks.errors import ArtifactError, MissingInputError
+from tasks.references import resolve_reference
+from tasks.tracking import PIPELINE, Status, Tracker
+
+Make = Callable[..., Any]
+
+
+def _run_with(tracker: Tracker, artifact: Any, status: Status = "FINISHED") -> str:
+    stage = artifact.manifest.stage
+    tags = {"stage": stage, "artifact.path": str(artifact.path)}
+    run_id = tracker.start_run(stage, tags, {})
+    tracker.finish(run_id, status)
+    return run_id
+
+
+def test_every_form_leads_to_the_artefact(tracker: Tracker, make_artifact: Make) -> None:
+    base = make_artifact("sft")
+    run_id = _run_with(tracker, base)
+    for ref in ("latest", f"runs:/{run_id}", f" runs:/{run_id}/ ", str(base.path)):
+        assert resolve_reference(tracker, ref, "sft", PolicyCheckpoint) == base
+
+
+def test_relative_path(
+    tracker: Tracker, make_artifact: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = make_artifact("sft")
+    monkeypatch.chdir(base.path.parent)
+    found = resolve_reference(tracker, base.path.name, "sft", PolicyCheckpoint)
+    assert found.path == base.path
+
+
+def test_latest_ignores_what_did_not_finish(tracker: Tracker, make_artifact: Make) -> None:
+    good = make_artifact("sft", seed=1)
+    _run_with(tracker, good)
+    _run_with(tracker, make_artifact("sft", seed=2), "FAILED")
+    assert resolve_reference(tracker, "latest", "sft", PolicyCheckpoint) == good
+
+
+def test_pipeline_run_stands_for_its_stages(tracker: Tracker, make_artifact: Make) -> None:
+    base = make_artifact("sft")
+    outcome = json.dumps({"artifact": str(base.path)})
+    run_id = tracker.start_run("chain", {"stage": PIPELINE, "outcome.sft": outcome}, {})
+    assert resolve_reference(tracker, f"runs:/{run_id}", "sft", PolicyCheckpoint) == base
+    with pytest.raises(MissingInputError, match="has no finished distill"):
+        resolve_reference(tracker, f"runs:/{run_id}", "distill", PolicyCheckpoint)
+
+
+@pytest.mark.parametrize(
+    ("ref", "expected"),
+    [
+        ("latest", r"'latest'.*no finished sft.*rlhf run --only sft"),
+        ("runs:/0123", r"No MLflow run 0123"),
+        ("models:/student@candidate", r"No registered model 'student' with alias 'candidate'"),
+        ("models:/student/1", r"'models:/student/1' cannot be read"),
+        ("/nowhere/at/all", r"'/nowhere/at/all'.*not there.*--only sft"),
+    ],
+)
+def test_nothing_behind_a_reference(tracker: Tracker, ref: str, expected: str) -> None:
+    with pytest.raises(MissingInputError, match=expected):
+        resolve_reference(tracker, ref, "sft", PolicyCheckpoint)
+
+
+def test_run_that_failed_is_refused(tracker: Tracker, make_artifact: Make) -> None:
+    run_id = _run_with(tracker, make_artifact("sft"), "FAILED")
+    with pytest.raises(MissingInputError, match=f"{run_id} of sft is FAILED"):
+        resolve_reference(tracker, f"runs:/{run_id}", "sft", PolicyCheckpoint)
+
+
+def test_run_without_artefact_is_refused(tracker: Tracker) -> None:
+    run_id = tracker.start_run("sft", {"stage": "sft"}, {})
+    tracker.finish(run_id, "FINISHED")
+    with pytest.raises(MissingInputError, match="has no artefact"):
+        resolve_reference(tracker, f"runs:/{run_id}", "sft", PolicyCheckpoint)
+
+
+def test_artefact_that_was_removed(tracker: Tracker, make_artifact: Make) -> None:
+    base = make_artifact("sft")
+    _run_with(tracker, base)
+    shutil.rmtree(base.path)
+    with pytest.raises(
+        MissingInputError, match=f"'latest' leads to {base.path}, which is not there"
+    ):
+        resolve_reference(tracker, "latest", "sft", PolicyCheckpoint)
+
+
+def test_another_kind_is_refused(tracker: Tracker, make_artifact: Make) -> None:
+    base = make_artifact("sft")
+    with pytest.raises(ArtifactError, match="holds a policy_checkpoint"):
+        resolve_reference(tracker, str(base.path), "reward_model", RewardModelCheckpoint)
+
+
+def test_edited_artefact_is_refused(tracker: Tracker, make_artifact: Make) -> None:
+    base = make_artifact("sft")
+    _run_with(tracker, base)
+    Path(base.path, "payload.bin").write_bytes(b"changed")
+    with pytest.raises(ArtifactError, match="SHA-256"):
+        resolve_reference(tracker, "latest", "sft", PolicyCheckpoint)
