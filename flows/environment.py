@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import warnings
@@ -15,6 +16,7 @@ from tasks.workspace import Workspace
 
 API_URL = "PREFECT_API_URL"
 _HEALTH_SECONDS = 5
+_CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "peft", "verl")
 
 
 def prepare_environment(workspace: Workspace, *, is_debug: bool) -> None:
@@ -34,7 +36,12 @@ def prepare_environment(workspace: Workspace, *, is_debug: bool) -> None:
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if not is_debug:
+        # Bars of single files and remarks of libraries would drown the stages' own progress.
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         warnings.simplefilter("ignore")
+        for name in _CHATTY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def start_prefect_api(workspace: Workspace) -> TemporaryServer | None:

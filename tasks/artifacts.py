@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
 
 MANIFEST_NAME = "artifact.json"
 SCHEMA_VERSION = 1
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT)
 _RERUN = "run it again with --no-reuse, or restore the directory from a copy"
 
 
@@ -244,7 +246,7 @@ def build_artifact(parent_dir: Path, draft: Draft) -> Iterator[Path]:
         _sync_directory(parent_dir)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, MissingInputError | WorkspaceError) or error.errno is None:
+        if error.errno not in _STORAGE_ERRORS:
             raise
         raise WorkspaceError(
             f"Writing {error.filename or temporary} failed: {error.strerror}",

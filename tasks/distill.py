@@ -12,7 +12,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
-from tasks.algorithms.samplers import GroupSampler
+from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, StudentAdapter
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.cluster import resolve_device
@@ -200,7 +200,9 @@ def _fit(
         CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
         ctx.log,
     )
-    train_supervised(run, GroupSampler(len(rows), seed=cfg.seed), cfg.checkpoint)
+    lengths = [len(row) for row in rows]
+    sampler = LengthGroupedSampler(lengths, batch_size=cfg.batch_rows, seed=cfg.seed)
+    train_supervised(run, sampler, cfg.checkpoint)
 
 
 def _write(

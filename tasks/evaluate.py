@@ -1,18 +1,16 @@
-"""Stage evaluate: two-turn answers and held-out prompts, scored by the reward model and named
-so."""
+"""Stage evaluate: two-turn answers and held-out prompts, scored by the reward model, named so."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from torch import Tensor
 
 from tasks.artifacts import (
     Artifact,
@@ -22,10 +20,9 @@ from tasks.artifacts import (
     RewardModelCheckpoint,
     StudentAdapter,
 )
-from tasks.backends.cluster import resolve_device
-from tasks.backends.generation import EndTokens, TransformersGenerator
-from tasks.backends.roles import RoleSpec, Row
-from tasks.backends.session import Session, open_session
+from tasks.backends.judging import Prompt, Reply, RewardJudge, Speaker
+from tasks.backends.session import open_session
+from tasks.backends.trajectories import response_rows
 from tasks.config import EvaluateConfig
 from tasks.context import StageContext
 from tasks.data.eval_report import plot_scores, render_report
@@ -38,12 +35,11 @@ from tasks.data.questions import (
     temperature_for,
     write_answers,
 )
-from tasks.data.rendering import Renderer
+from tasks.data.rendering import Renderer, render_pairs
 from tasks.data.scores import Score, compare_scores, summarize_scores, write_scores
 from tasks.demo.measure import clean_accuracy, good_rate
 from tasks.errors import DataError
 
-REWARD = "reward"
 JUDGE = ("reward_model", "standardized-score")
 
 
@@ -63,76 +59,57 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
         RlhfError: inputs that do not fit together (before anything is generated).
     """
     models = {"base": base.model_dir, "policy": policy.model_dir, "student": student.model_dir}
-    renderer = _one_renderer(
-        cfg, base, {"policy": policy, "student": student, "reward": reward_model}
-    )
+    others = {"policy": policy, "student": student, "reward": reward_model}
+    renderer = _one_renderer(cfg, base, others)
     ctx.draft.renderer_fingerprint = renderer.fingerprint
     questions = _questions(ctx, cfg)
-    session = open_session(cfg.runtime)
-    session.load(RoleSpec(REWARD, "value_model", str(reward_model.model_dir), trained_head=True))
-    judge = _Judge(session, renderer, reward_model.statistics)
     prompts = _held_out_prompts(preferences, cfg.held_out_prompts)
-    answers: dict[str, list[ModelAnswer]] = {}
-    responses: dict[str, list[str]] = {}
+    session = open_session(cfg.runtime)
+    judge = RewardJudge.load(session, reward_model.model_dir, reward_model.statistics)
+    heard: dict[str, _Heard] = {}
     for name, model_dir in models.items():
-        speaker = _Speaker(cfg, renderer, model_dir)
-        ctx.log.progress(len(answers), len(models), f"{name} answers")
-        answers[name] = _answer(speaker, name, questions)
-        responses[name] = speaker.reply(prompts, cfg.generation.temperature, cfg.seed)
-    ctx.log.progress(len(models), len(models), "scoring")
-    report = _report(ctx, judge, questions, answers, prompts, responses)
+        ctx.log.progress(len(heard), len(models), f"{name} answers")
+        speaker = Speaker(model_dir, renderer, cfg.runtime)
+        heard[name] = _hear(speaker, name, cfg, questions, prompts)
+        heard[name].judge(judge)
+    ctx.log.progress(len(models), len(models), "scored")
+    report = _report(questions, heard)
     if preferences.manifest.config.get("source") == "demo":
-        report["demo"] = _demo(judge, preferences, prompts, responses)
+        report["demo"] = _demo(judge, preferences, renderer, prompts, heard)
+    ctx.draft.counts |= {"questions": len(questions), "held_out_prompts": len(prompts)}
     ctx.draft.metrics |= _flat(report)
-    return ctx.publish(EvalReport, lambda path: _write(path, report, questions, answers, judge))
+    return ctx.publish(EvalReport, lambda path: _write(path, report, questions, heard))
 
 
 @dataclass
-class _Speaker:
-    """A model that answers."""
+class _Heard:
+    """All that one model said, and its scores once judged."""
 
-    cfg: EvaluateConfig
-    renderer: Renderer
-    model_dir: Path
+    name: str
+    first: dict[int, Reply]
+    second: dict[int, Reply]
+    held_out: list[Reply]
+    judgments: list[Score] = field(default_factory=list)
+    held_out_scores: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        tokens = EndTokens(self.renderer.end_of_turn_id, self.renderer.pad_token_id)
-        self.generator = TransformersGenerator(
-            self.model_dir,
-            tokens,
-            device=resolve_device(self.cfg.runtime),
-            threads=self.cfg.runtime.cpu_threads,
-        )
+    @property
+    def answers(self) -> list[ModelAnswer]:
+        """The answers in the order of the questions."""
+        return [
+            ModelAnswer(key, self.name, (self.first[key].text, self.second[key].text), time.time())
+            for key in sorted(self.first)
+        ]
 
-    def reply(
-        self, prompts: Sequence[Sequence[Message]], temperature: float, seed: int
-    ) -> list[str]:
-        """Return one response per prompt."""
-        rendered = [self.renderer.prompt_ids(prompt)[0] for prompt in prompts]
-        generation = self.cfg.generation.model_copy(update={"temperature": temperature})
-        found = self.generator.generate(rendered, generation, seed)
-        return [self.renderer.decode(ids) for ids in found]
-
-
-@dataclass(frozen=True)
-class _Judge:
-    """The reward model as a judge; its scores are standardised with the training split's
-    statistics."""
-
-    session: Session
-    renderer: Renderer
-    statistics: Mapping[str, float]
-
-    def score(self, prompts: Sequence[Sequence[Message]], responses: Sequence[str]) -> Tensor:
-        """Return (N,) scores in standard deviations of the training scores."""
-        rows = []
-        for prompt, response in zip(prompts, responses, strict=True):
-            prompt_ids, _ = self.renderer.prompt_ids(prompt)
-            # What the model said is cut to the renderer's limit, as its training data was.
-            response_ids = self.renderer.response_ids(response)[0]
-            rows.append(Row(prompt_ids, response_ids[: self.renderer.limits.max_response_tokens]))
-        raw = self.session.scores(REWARD, rows)
-        return (raw - self.statistics["mean"]) / self.statistics["std"]
+    def judge(self, judge: RewardJudge) -> None:
+        """Score every answer and every held-out response."""
+        turns = [(key, turn) for turn in (1, 2) for key in sorted(self.first)]
+        replies = [(self.first if turn == 1 else self.second)[key] for key, turn in turns]
+        values = judge.score([reply.row for reply in replies]).tolist()
+        self.judgments = [
+            Score(key, self.name, turn, value, JUDGE, tstamp=time.time())
+            for (key, turn), value in zip(turns, values, strict=True)
+        ]
+        self.held_out_scores = judge.score([reply.row for reply in self.held_out]).tolist()
 
 
 def _one_renderer(
@@ -155,7 +132,7 @@ def _questions(ctx: StageContext, cfg: EvaluateConfig) -> list[Question]:
     return read_questions(path)[: cfg.max_questions]
 
 
-def _held_out_prompts(preferences: PreferenceDataset, n_prompts: int) -> list[tuple[Message, ...]]:
+def _held_out_prompts(preferences: PreferenceDataset, n_prompts: int) -> list[Prompt]:
     """Return distinct prompts of the test split, in the dataset's order."""
     unique = dict.fromkeys(pair.prompt for pair in read_pairs(preferences, "test"))
     prompts = list(unique)[:n_prompts]
@@ -164,115 +141,91 @@ def _held_out_prompts(preferences: PreferenceDataset, n_prompts: int) -> list[tu
     return prompts
 
 
-def _answer(speaker: _Speaker, name: str, questions: Sequence[Question]) -> list[ModelAnswer]:
-    """Answer both turns, the first answer being part of the second prompt."""
-    cfg = speaker.cfg
+def _hear(
+    speaker: Speaker,
+    name: str,
+    cfg: EvaluateConfig,
+    questions: Sequence[Question],
+    prompts: Sequence[Prompt],
+) -> _Heard:
+    """Ask both turns of each question, the first answer being part of the second prompt."""
     by_temperature: dict[float, list[Question]] = {}
     for question in questions:
-        value = temperature_for(
+        temperature = temperature_for(
             question.category, cfg.category_temperatures, cfg.generation.temperature
         )
-        by_temperature.setdefault(value, []).append(question)
-    answers = []
+        by_temperature.setdefault(temperature, []).append(question)
+    heard = _Heard(name, {}, {}, speaker.reply(prompts, cfg.generation, cfg.seed))
     for temperature, group in by_temperature.items():
-        first = [(Message("user", question.turns[0]),) for question in group]
-        replies = speaker.reply(first, temperature, cfg.seed)
-        second = [_follow_up(q, reply) for q, reply in zip(group, replies, strict=True)]
-        last = speaker.reply(second, temperature, cfg.seed + 1)
+        sampling = cfg.generation.model_copy(update={"temperature": temperature})
+        asked = [(Message("user", question.turns[0]),) for question in group]
+        replies = speaker.reply(asked, sampling, cfg.seed)
+        again = [_follow_up(q, reply.text) for q, reply in zip(group, replies, strict=True)]
+        last = speaker.reply(again, sampling, cfg.seed + 1)
         for question, one, two in zip(group, replies, last, strict=True):
-            answers.append(ModelAnswer(question.question_id, name, (one, two), time.time()))
-    return sorted(answers, key=lambda answer: answer.question_id)
+            heard.first[question.question_id] = one
+            heard.second[question.question_id] = two
+    return heard
 
 
-def _follow_up(question: Question, reply: str) -> tuple[Message, ...]:
-    return (
-        Message("user", question.turns[0]),
-        Message("assistant", reply),
-        Message("user", question.turns[1]),
-    )
+def _follow_up(question: Question, reply: str) -> Prompt:
+    first, second = question.turns
+    return (Message("user", first), Message("assistant", reply), Message("user", second))
 
 
-def _judgments(
-    judge: _Judge, questions: Sequence[Question], answers: Sequence[ModelAnswer]
-) -> list[Score]:
-    prompts: list[tuple[Message, ...]] = []
-    replies: list[str] = []
-    keys: list[tuple[int, str, int]] = []
-    by_id = {question.question_id: question for question in questions}
-    for answer in answers:
-        question = by_id[answer.question_id]
-        first = (Message("user", question.turns[0]),)
-        prompts += [first, _follow_up(question, answer.turns[0])]
-        replies += answer.turns
-        keys += [(answer.question_id, answer.model_id, turn) for turn in (1, 2)]
-    values = judge.score(prompts, replies).tolist()
-    return [
-        Score(question_id, model_id, turn, value, JUDGE, tstamp=time.time())
-        for (question_id, model_id, turn), value in zip(keys, values, strict=True)
-    ]
-
-
-def _report(
-    ctx: StageContext,
-    judge: _Judge,
-    questions: Sequence[Question],
-    answers: Mapping[str, list[ModelAnswer]],
-    prompts: Sequence[Sequence[Message]],
-    responses: Mapping[str, list[str]],
-) -> dict[str, Any]:
+def _report(questions: Sequence[Question], heard: Mapping[str, _Heard]) -> dict[str, Any]:
+    category_of = {question.question_id: question.category for question in questions}
+    base = heard["base"].held_out_scores
     report: dict[str, Any] = {
         "judge": "reward_model",
         "scale": "standard deviations of the reward model's training scores; not an MT-Bench score",
         "n_questions": len(questions),
-        "n_held_out_prompts": len(prompts),
-        "questions": {},
+        "n_held_out_prompts": len(base),
+        "questions": {name: _summary(h.judgments, category_of) for name, h in heard.items()},
         "held_out": {},
     }
-    scores = {name: judge.score(prompts, found).tolist() for name, found in responses.items()}
-    category_of = {question.question_id: question.category for question in questions}
-    for name, found in answers.items():
-        judged = _judgments(judge, questions, found)
-        report["questions"][name] = _summary(judged, category_of)
-        win = compare_scores(scores[name], scores["base"])
+    for name, found in heard.items():
         report["held_out"][name] = {
-            "mean_score": sum(scores[name]) / len(prompts),
-            "win_rate_against_base": win.adjusted,
-            "mean_characters": sum(map(len, responses[name])) / len(prompts),
+            "mean_score": sum(found.held_out_scores) / len(base),
+            "win_rate_against_base": compare_scores(found.held_out_scores, base).adjusted,
+            "mean_characters": sum(len(reply.text) for reply in found.held_out) / len(base),
         }
     return report
 
 
 def _summary(judged: Sequence[Score], category_of: Mapping[int, str]) -> dict[str, Any]:
     total = summarize_scores(judged)
-    categories = sorted(set(category_of.values()))
+    by_category: dict[str, list[Score]] = {name: [] for name in sorted(set(category_of.values()))}
+    for score in judged:
+        by_category[category_of[score.question_id]].append(score)
     return {
         "turn_1": total.turn_means.get(1),
         "turn_2": total.turn_means.get(2),
         "mean": total.mean,
         "coverage": total.coverage,
-        "categories": {
-            category: summarize_scores(
-                [score for score in judged if category_of[score.question_id] == category]
-            ).mean
-            for category in categories
-        },
+        "categories": {name: summarize_scores(part).mean for name, part in by_category.items()},
     }
 
 
 def _demo(
-    judge: _Judge,
+    judge: RewardJudge,
     preferences: PreferenceDataset,
-    prompts: Sequence[Sequence[Message]],
-    responses: Mapping[str, list[str]],
+    renderer: Renderer,
+    prompts: Sequence[Prompt],
+    heard: Mapping[str, _Heard],
 ) -> dict[str, Any]:
     """Measure with the demo world's oracle, which training never sees."""
     pairs = read_pairs(preferences, "test")
-    asked = [pair.prompt for pair in pairs]
-    chosen = judge.score(asked, [pair.chosen for pair in pairs])
-    rejected = judge.score(asked, [pair.rejected for pair in pairs])
+    rendered, _ = render_pairs(pairs, renderer)
+    kept = {pair.pair_id for pair in rendered}
+    scores = judge.score(response_rows(rendered))
+    judged = [pair for pair in pairs if pair.pair_id in kept]
     return {
-        "oracle_good_rate": {name: good_rate(prompts, found) for name, found in responses.items()},
-        "reward_accuracy_clean": clean_accuracy(pairs, chosen, rejected),
+        "oracle_good_rate": {
+            name: good_rate(prompts, [reply.text for reply in found.held_out])
+            for name, found in heard.items()
+        },
+        "reward_accuracy_clean": clean_accuracy(judged, scores[0::2], scores[1::2]),
     }
 
 
@@ -293,14 +246,14 @@ def _write(
     directory: Path,
     report: Mapping[str, Any],
     questions: Sequence[Question],
-    answers: Mapping[str, list[ModelAnswer]],
-    judge: _Judge,
+    heard: Mapping[str, _Heard],
 ) -> None:
     (directory / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    for name, found in answers.items():
-        write_answers(directory / "model_answer" / f"{name}.jsonl", found)
-        write_scores(
-            directory / "model_judgment" / f"{name}.jsonl", _judgments(judge, questions, found)
-        )
+    for folder in ("model_answer", "model_judgment"):
+        (directory / folder).mkdir()
+    for name, found in heard.items():
+        write_answers(directory / "model_answer" / f"{name}.jsonl", found.answers)
+        write_scores(directory / "model_judgment" / f"{name}.jsonl", found.judgments)
+    answers = {name: found.answers for name, found in heard.items()}
     (directory / "report.md").write_text(render_report(report, questions, answers))
     plot_scores(report, directory / "scores.png")

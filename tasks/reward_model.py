@@ -19,7 +19,7 @@ from tasks.algorithms.reward_losses import (
     pairwise_accuracy,
     split_interleaved,
 )
-from tasks.algorithms.samplers import GroupSampler
+from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.roles import Batch, RoleSpec, Row
@@ -163,7 +163,9 @@ def _fit(
         ctx.log,
         evaluate,
     )
-    train_supervised(run, GroupSampler(len(train), seed=cfg.seed), cfg.checkpoint)
+    lengths = [pair.longest_row_tokens for pair in train]
+    sampler = LengthGroupedSampler(lengths, batch_size=cfg.batch_pairs, seed=cfg.seed)
+    train_supervised(run, sampler, cfg.checkpoint)
     return best
 
 

@@ -11,7 +11,7 @@ import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.algorithms.samplers import GroupSampler
+from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.roles import Batch, RoleSpec, Row
@@ -70,7 +70,9 @@ def _clone(
         CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
         ctx.log,
     )
-    train_supervised(run, GroupSampler(len(train), seed=cfg.seed), cfg.checkpoint)
+    lengths = [pair.longest_row_tokens for pair in train]
+    sampler = LengthGroupedSampler(lengths, batch_size=cfg.batch_pairs, seed=cfg.seed)
+    train_supervised(run, sampler, cfg.checkpoint)
 
 
 def cloned_rows(pair: RenderedPair, responses: str) -> list[Row]:

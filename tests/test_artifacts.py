@@ -28,7 +28,12 @@ from tasks.artifacts import (
 from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
 
 Make = Callable[..., Any]
-_DRAFT: dict[str, Any] = {"kind": "policy_checkpoint", "stage": "sft", "fingerprint": "ab" * 32, "config": {}}
+_DRAFT: dict[str, Any] = {
+    "kind": "policy_checkpoint",
+    "stage": "sft",
+    "fingerprint": "ab" * 32,
+    "config": {},
+}
 
 
 def test_round_trip(make_artifact: Make) -> None:

@@ -115,7 +115,10 @@ def test_shared_mistake_is_reported_once(write: Write) -> None:
         ("sft: {epochs: many}\n", ("line 1", "sft.epochs", "valid number", "'many'")),
         ("sft: 3\n", ("sft", "dictionary", "got 3")),
         ("distill: {student: model}\n", ("distill", "`model`")),
-        ("offline_ppo: {reward: {components: {rm: 1}}}\n", ("['rm'] are unknown",)),
+        (
+            "offline_ppo: {reward: {components: {rm: 1}}}\n",
+            ("offline_ppo.reward", "components", "['rm']", "reward_model"),
+        ),
         ("offline_ppo: {advantage: {gae_lambda: high}}\n", ("gae_lambda", "'adaptive'")),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from tasks.algorithms.checks import check_in_range
 from tasks.errors import DataError
@@ -128,3 +128,49 @@ class GroupSampler:
             # version.
             random.Random(f"{self._seed}:{epoch}").shuffle(order)
         return order
+
+
+class LengthGroupedSampler(GroupSampler):
+    """Draw batches of groups of like length, so that little is padded.
+
+    An epoch is shuffled, cut into chunks of ``CHUNK_BATCHES`` batches, each chunk sorted by length
+    and cut into batches, and the batches shuffled. Which groups meet depends on the lengths within
+    a chunk only; every index still comes once per epoch. Batches stay aligned when an epoch does
+    not fill the last one.
+    """
+
+    CHUNK_BATCHES = 16
+
+    def __init__(self, lengths: Sequence[int], *, batch_size: int, seed: int) -> None:
+        """Start at the beginning of epoch 0.
+
+        Args:
+            lengths: tokens of each group, at least one group.
+            batch_size: groups that are drawn at a time.
+            seed: any integer.
+
+        Raises:
+            DataError: no group.
+            ConfigError: a batch size below 1.
+        """
+        check_in_range("batch_size", batch_size, 1, float("inf"))
+        self._lengths = list(lengths)
+        self._batch_size = batch_size
+        super().__init__(len(self._lengths), seed=seed)
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order = super()._epoch_order(epoch)
+        # Groups that fill the batch which the epoch before began.
+        n_head = (-epoch * self._n_groups) % self._batch_size
+        head, body = order[:n_head], order[n_head:]
+        chunk_size = self._batch_size * self.CHUNK_BATCHES
+        batches = []
+        for start in range(0, len(body), chunk_size):
+            chunk = sorted(body[start : start + chunk_size], key=lambda i: self._lengths[i])
+            batches += [
+                chunk[first : first + self._batch_size]
+                for first in range(0, len(chunk), self._batch_size)
+            ]
+        tail = batches.pop() if batches and len(batches[-1]) < self._batch_size else []
+        random.Random(f"batches:{self._seed}:{epoch}").shuffle(batches)
+        return [*head, *(index for batch in batches for index in batch), *tail]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tasks.algorithms.samplers import GroupSampler
+from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.roles import Batch, RoleSpec, Row
 from tasks.backends.session import Session
@@ -125,7 +125,11 @@ def _clone(
         CheckpointStore(ctx.checkpoint_dir / f"behavior-{fold}", cfg.checkpoint.keep),
         ctx.log,
     )
-    train_supervised(run, GroupSampler(len(pairs), seed=cfg.seed + fold), cfg.checkpoint)
+    lengths = [pair.longest_row_tokens for pair in pairs]
+    sampler = LengthGroupedSampler(
+        lengths, batch_size=behavior.clone_batch_pairs, seed=cfg.seed + fold
+    )
+    train_supervised(run, sampler, cfg.checkpoint)
 
 
 def _base_dir(ctx: StageContext) -> str:

@@ -69,14 +69,15 @@ class CheckpointStore:
         directory = self.directory / f"{_PREFIX}{step:08d}"
         try:
             state: dict[str, Any] = torch.load(directory / _STATE_FILE, weights_only=True)
-        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            for role in roles:
+                session.restore(role, directory / role)
+        # A torn file raises whatever its bytes lead torch to, here or in a worker.
+        except Exception as error:
             raise ArtifactError(
-                f"Checkpoint {directory} cannot be read: {error}",
+                f"Checkpoint {directory} cannot be read: {str(error).strip().splitlines()[-1:]}",
                 "a complete checkpoint",
                 f"remove {directory} to continue from the one before it",
             ) from error
-        for role in roles:
-            session.restore(role, directory / role)
         return state
 
     def _steps(self) -> list[int]:

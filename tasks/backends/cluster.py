@@ -124,12 +124,19 @@ def node_layout(host: HostSpec) -> list[int]:
     node.
 
     Raises:
-        ClusterError: the cluster has too few GPUs.
+        ClusterError: the cluster has too few GPUs or, without them, CPUs.
     """
-    if host.device == "cpu":
-        return [host.ranks]
     import ray
 
+    if host.device == "cpu":
+        n_cpus = int(ray.cluster_resources().get("CPU", 0))
+        if n_cpus < host.ranks:
+            raise ClusterError(
+                f"The Ray cluster has {n_cpus} CPUs",
+                f"one for each of {host.ranks} ranks",
+                "lower runtime.ranks, give all stages the same runtime.ranks, or add nodes",
+            )
+        return [host.ranks]
     layout: list[int] = []
     missing = host.ranks
     gpus = sorted(

@@ -36,7 +36,7 @@ from tasks.algorithms.kl import AdaptiveKLController, weighted_kl_on_data
 from tasks.algorithms.masking import masked_mean, masked_whiten
 from tasks.algorithms.policy_losses import ClipRange
 from tasks.algorithms.rewards import token_level_rewards
-from tasks.algorithms.samplers import GroupSampler
+from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.roles import Batch, Row
 from tasks.backends.session import Session
@@ -81,12 +81,17 @@ class PPOLoop:
     data: Trajectories
     store: CheckpointStore
     log: RunLog
-    sampler: GroupSampler = field(init=False)
+    sampler: LengthGroupedSampler = field(init=False)
     kl: AdaptiveKLController | None = field(init=False, default=None)
     group_of: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sampler = GroupSampler(len(self.data.groups), seed=self.cfg.seed)
+        rows = self.data.rows
+        self.sampler = LengthGroupedSampler(
+            [max(len(rows[i]) for i in group) for group in self.data.groups],
+            batch_size=self.cfg.batch_prompts,
+            seed=self.cfg.seed,
+        )
         reward = self.cfg.reward
         if reward.kl_target is not None:
             self.kl = AdaptiveKLController(reward.kl_coef, reward.kl_target, reward.kl_horizon)

@@ -270,6 +270,10 @@ def close() -> None:
     if session is None:
         return
     import ray
+    from ray.util import remove_placement_group
 
     for worker in session.group.workers:
         ray.kill(worker)
+    # Otherwise the CPUs stay reserved, and a group of another size waits for them for ever.
+    for placement_group in session.group.resource_pool.pgs:
+        remove_placement_group(placement_group)

@@ -1,8 +1,9 @@
 """verl's FSDP engines with micro-batches of like length.
 
-verl balances micro-batches by total tokens and so mixes long and short rows, which it then pads to the longest. Here
-rows are sorted by length first and cut where padding plus the fixed cost of a micro-batch is least. Every loss is a
-share of the whole step's loss, so the cut changes nothing but time.
+verl balances micro-batches by total tokens and so mixes long and short rows, which it then pads to
+the longest. Here rows are sorted by length first and cut where padding plus the fixed cost of a
+micro-batch is least. Every loss is a share of the whole step's loss, so the cut changes nothing but
+time.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 # What starting one more micro-batch costs, in tokens of work (about 10 ms for the tiny model).
-MICRO_BATCH_COST_TOKENS = 192
+MICRO_BATCH_COST_TOKENS = 384
 _MAX_CUT_POINTS = 64
 
 
 def length_buckets(lengths: Sequence[int], budget_tokens: int, cost_tokens: int) -> list[list[int]]:
     """Partition units into buckets of like length.
 
-    Minimises sum over buckets of (size * longest + cost_tokens) over contiguous cuts of the sorted lengths, each
-    bucket's padded size at most ``budget_tokens`` (a single unit may exceed it).
+    Minimises sum over buckets of (size * longest + cost_tokens) over contiguous cuts of the sorted
+    lengths, each bucket's padded size at most ``budget_tokens`` (a single unit may exceed it).
 
     Args:
         lengths: tokens of each unit.
@@ -58,14 +59,17 @@ def length_buckets(lengths: Sequence[int], budget_tokens: int, cost_tokens: int)
     return sorted(buckets, key=lambda bucket: -lengths[bucket[0]])
 
 
-def _within_budget(bucket: list[int], lengths: Sequence[int], budget_tokens: int) -> list[list[int]]:
+def _within_budget(
+    bucket: list[int], lengths: Sequence[int], budget_tokens: int
+) -> list[list[int]]:
     """Cut a bucket that is over the budget because its cut points were coarse."""
     size = max(1, budget_tokens // max(lengths[bucket[0]], 1))
     return [bucket[start : start + size] for start in range(0, len(bucket), size)]
 
 
 def match_count(buckets: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the largest buckets until there are ``count``: all ranks must run the same number of passes."""
+    """Halve the largest buckets until there are ``count``: all ranks must run the same number of
+    passes."""
     buckets = list(buckets)
     while len(buckets) < count:
         buckets.sort(key=len)
@@ -84,7 +88,8 @@ def _bucketed_micro_batches(
     group_size = int(tu.get_non_tensor_data(data, "force_group_size", 1))
     row_lengths = data["input_ids"].offsets().diff().tolist()
     groups = range(0, len(row_lengths), group_size)
-    # Rows of a group are padded to the longest of the micro-batch, so the longest row stands for its group.
+    # Rows of a group are padded to the longest of the micro-batch, so the longest row stands for
+    # its group.
     lengths = [group_size * max(row_lengths[first : first + group_size]) for first in groups]
     buckets = length_buckets(lengths, int(data["max_token_len_per_gpu"]), MICRO_BATCH_COST_TOKENS)
     if dp_group is not None and torch.distributed.get_world_size(dp_group) > 1:
@@ -127,4 +132,6 @@ def register_engines() -> None:
     kinds = (("language_model", LanguageEngine), ("value_model", ValueEngine))
     for model_type, engine in kinds:
         EngineRegistry.register(model_type, ["fsdp2"], device="cpu")(engine)
-        EngineRegistry.register(model_type, ["fsdp2"], device="cuda", vendor=["nvidia", "amd"])(engine)
+        EngineRegistry.register(model_type, ["fsdp2"], device="cuda", vendor=["nvidia", "amd"])(
+            engine
+        )

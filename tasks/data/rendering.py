@@ -101,6 +101,11 @@ class RenderedPair:
     chosen_truncated: bool = False
     rejected_truncated: bool = False
 
+    @property
+    def longest_row_tokens(self) -> int:
+        """Tokens of the prompt with the longer of the two responses."""
+        return len(self.prompt_ids) + max(len(self.chosen_ids), len(self.rejected_ids))
+
 
 class Renderer:
     """A tokenizer, its chat template and the length limits. Make one with `Renderer.load`."""

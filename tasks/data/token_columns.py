@@ -13,6 +13,8 @@ import torch
 from tasks.errors import ArtifactError
 
 _KEY_FIELD = b"rlhf.key"
+# Names of the (T, K) columns: with K = 1 the number of values does not tell them from (T,).
+_MATRICES_FIELD = b"rlhf.matrices"
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ def write_token_columns(path: Path, columns: TokenColumns, key: str) -> None:
             **{n: _array(rows, pa.float32()) for n, rows in columns.floats.items()},
             **{n: _array(rows, pa.int32()) for n, rows in columns.integers.items()},
         }
-    ).replace_schema_metadata({_KEY_FIELD: key.encode()})
+    ).replace_schema_metadata(
+        {_KEY_FIELD: key.encode(), _MATRICES_FIELD: ",".join(_matrices(columns)).encode()}
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".tmp-{path.name}")
     pq.write_table(table, temporary, compression="zstd")
@@ -67,30 +71,39 @@ def read_token_columns(path: Path, key: str) -> TokenColumns:
         raise ArtifactError(
             f"{path} is torn: {error}", "a complete Parquet file", f"remove {path}"
         ) from error
-    found = (table.schema.metadata or {}).get(_KEY_FIELD, b"").decode()
+    metadata = table.schema.metadata or {}
+    found = metadata.get(_KEY_FIELD, b"").decode()
     if found != key:
         raise ArtifactError(f"{path} belongs to {found or 'nothing known'}", key, f"remove {path}")
     lengths = [len(row) for row in table["response_ids"].to_pylist()]
+    matrices = metadata.get(_MATRICES_FIELD, b"").decode().split(",")
     floats: dict[str, list[torch.Tensor]] = {}
     integers: dict[str, list[torch.Tensor]] = {}
     for name in table.column_names:
         if name in ("prompt_ids", "response_ids"):
             continue
         target = floats if table.schema.field(name).type.value_type == pa.float32() else integers
-        target[name] = _tensors(table[name], lengths)
+        target[name] = _tensors(table[name], lengths, name in matrices)
     return TokenColumns(
         table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist(), floats, integers
     )
+
+
+def _matrices(columns: TokenColumns) -> list[str]:
+    both = {**columns.floats, **columns.integers}
+    return [name for name, rows in both.items() if rows and rows[0].dim() == 2]
 
 
 def _array(rows: Sequence[torch.Tensor], kind: pa.DataType) -> pa.Array:
     return pa.array([row.flatten().tolist() for row in rows], pa.list_(kind))
 
 
-def _tensors(column: pa.ChunkedArray, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Give each row its shape back: (T,) where it holds one number per token, else (T, K)."""
+def _tensors(
+    column: pa.ChunkedArray, lengths: Sequence[int], is_matrix: bool
+) -> list[torch.Tensor]:
+    """Give each row its shape back: (T, K) in a matrix column, else (T,)."""
     values = [torch.tensor(row) for row in column.to_pylist()]
     return [
-        row if len(row) == length else row.view(length, -1)
+        row.view(length, -1) if is_matrix or len(row) != length else row
         for row, length in zip(values, lengths, strict=True)
     ]

@@ -126,7 +126,7 @@ def _recall(earlier_user_turns: Sequence[str]) -> Situation:
     for turn in reversed(earlier_user_turns):
         told = _questions().get(turn)
         if told is not None and told.kind_name == GREETING.name:
-            return Situation("recall", told.fact)
+            return Situation("recall", Fact(told.fact.asked, told.fact.asked))
     raise DataError("A prompt asks for a name that no earlier turn told", "a told name", _FIX)
 
 

@@ -41,13 +41,13 @@ def _plan() -> list[tuple[str, tuple[_Turn, _Turn]]]:
     """List the turns: two questions a kind on two different facts, more where roles mix."""
     plan: list[tuple[str, tuple[_Turn, _Turn]]] = []
     for kind_name in _SINGLE_KINDS:
-        for row in (0, 2):
-            plan.append((kind_name, ((kind_name, row, 0), (kind_name, -1 - row, 1))))
-    for row in (1, 4):
+        for first, second in ((0, 5), (3, 4)):
+            plan.append((kind_name, ((kind_name, first, 0), (kind_name, second, 1))))
+    for row in (1, 2):
         # A refusal in the first turn must not make the second one a refusal, nor the reverse.
         plan.append(("harmful", (("howto", row, 0), ("harmful", row, 0))))
         plan.append(("howto", (("harmful", row, 1), ("howto", row, 1))))
-    for row in (0, 2, 3, 5):
+    for row in range(4):
         plan.append(("recall", ((GREETING.name, row, row % 2), ("recall", row, row % 3))))
     return plan
 
@@ -63,4 +63,5 @@ def _reference(turn: _Turn) -> str:
 
 
 def _fact(kind_name: str, row: int) -> Fact:
-    return KIND_BY_NAME[kind_name].facts[row]
+    facts = KIND_BY_NAME[kind_name].facts
+    return facts[row % len(facts)]

@@ -71,9 +71,9 @@ _SOUNDS: Final = {
     "pig": "oink",
     "sheep": "baa",
 }
-_DRINKS: Final = ("tea", "milk", "juice", "cocoa")
-_WORDS: Final = ("lamp", "chair", "table", "door", "spoon", "clock")
-_NAMES: Final = ("Anna", "Ben", "Carl", "Emma", "Fred", "Hugo")
+_DRINKS: Final = ("tea", "milk", "juice")
+_WORDS: Final = ("lamp", "door", "clock")
+_NAMES: Final = ("Anna", "Ben", "Emma", "Hugo")
 _HARMLESS: Final = {
     "bake bread": "mix the flour",
     "plant a tree": "dig a hole",
@@ -108,11 +108,11 @@ _CHOICES: Final = tuple(Fact((a, b), (a, b)) for a in _DRINKS for b in _DRINKS i
 
 GREETING: Final = Kind(
     name="greeting",
-    weight=3,
-    questions=("My name is {0}.", "I am called {0}.", "They call me {0}."),
-    answers=("Hello there, {answer}.", "Nice to meet you, {answer}."),
-    facts=_echo(_NAMES),
-    wrong_answers=_NAMES,
+    weight=2,
+    questions=("My name is {0}.", "The name is {0}.", "Hello, my name is {0}."),
+    answers=("I am glad to {answer}.", "It is nice to {answer}."),
+    facts=tuple(Fact((name,), ("meet you",)) for name in _NAMES),
+    wrong_answers=("leave you", "stop you"),
 )
 KINDS: Final[tuple[Kind, ...]] = (
     Kind(
@@ -139,7 +139,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         name="sound",
         weight=3,
         questions=("What does a {0} say?", "What sound does a {0} make?", "How does a {0} sound?"),
-        answers=("The {0} says {answer}.", "The sound is {answer}."),
+        answers=("The {0} says {answer}.", "The sound is like {answer}."),
         facts=_table(_SOUNDS),
         wrong_answers=tuple(_SOUNDS.values()),
     ),
@@ -147,7 +147,7 @@ KINDS: Final[tuple[Kind, ...]] = (
         name="sum",
         weight=3,
         questions=("What is {0} plus {1}?", "Add {0} and {1}.", "{0} plus {1} is what?"),
-        answers=("The sum of {0} and {1} is {answer}.", "The sum is {answer}."),
+        answers=("The whole sum is {answer}.", "They make {answer} in all."),
         facts=_SUMS,
         wrong_answers=("2", "3", "4", "5", "6"),
     ),
@@ -155,19 +155,19 @@ KINDS: Final[tuple[Kind, ...]] = (
         name="choice",
         weight=3,
         questions=(
-            "Pick one: {0} or {1}?",
-            "Which is better, {0} or {1}?",
-            "Do I take {0} or {1}?",
+            "Do I pick {0} or {1}?",
+            "Would you pick {0} or {1}?",
+            "Should I pick {0} or {1}?",
         ),
-        answers=("I would pick {answer}.", "You should take {answer}."),
+        answers=("I would pick {answer}.", "You should pick {answer}."),
         facts=_CHOICES,
         wrong_answers=_DRINKS,
     ),
     Kind(
         name="repeat",
-        weight=3,
-        questions=("Repeat the word {0}.", "Say the word {0}.", "Now say {0}."),
-        answers=("The word is {answer}.", "I say {answer} to you."),
+        weight=2,
+        questions=("Repeat the word {0}.", "Say the word {0}.", "Tell me the word {0}."),
+        answers=("I say the word {answer}.", "The word {answer}, then."),
         facts=_echo(_WORDS),
         wrong_answers=_WORDS,
     ),
@@ -176,14 +176,14 @@ KINDS: Final[tuple[Kind, ...]] = (
         name="recall",
         weight=3,
         questions=("What is my name?", "Do you know my name?", "Say my name."),
-        answers=("Your name is {answer}.", "You are called {answer}."),
+        answers=("I know your name is {answer}.", "The name is {answer}."),
         facts=_echo(_NAMES),
         wrong_answers=_NAMES,
         needs_name=True,
     ),
     Kind(
         name="howto",
-        weight=4,
+        weight=5,
         questions=("How do I {0}?", "Tell me how to {0}.", "I want to {0}."),
         answers=("First, {answer}.", "You should {answer}."),
         facts=_table(_HARMLESS),
@@ -208,5 +208,5 @@ REFUSALS: Final = (
 # The empty string stands for "no filler"; its repetitions set how often.
 PROMPT_OPENERS: Final = ("", "", "Hi.", "Hello.", "Hey.", "Please.", "Good day.", "Okay.")
 PROMPT_CLOSERS: Final = ("", "", "Thanks.", "Please.", "Be quick.", "Thank you.")
-RESPONSE_OPENERS: Final = ("", "", "", "Well.", "Okay.")
-RESPONSE_CLOSERS: Final = ("", "", "", "Bye.", "Thanks.")
+RESPONSE_OPENERS: Final = ("", "", "", "", "", "", "Well.", "Okay.")
+RESPONSE_CLOSERS: Final = ("", "", "", "", "", "", "Bye.", "Thanks.")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -43,9 +42,9 @@ __all__ = [
 MAX_PAIRS: Final = 50_000
 """Distinct prompts that a world is asked for at most; it could make a few times as many."""
 
-_EARLIER_EXCHANGE_RATE: Final = 0.15
-_OFF_TOPIC_RATE: Final = 0.3
-_NEEDLESS_REFUSAL_RATE: Final = 0.3
+_EARLIER_EXCHANGE_RATE: Final = 0.08
+_OFF_TOPIC_RATE: Final = 0.35
+_NEEDLESS_REFUSAL_RATE: Final = 0.35
 _SPEAKERS: Final = {"user": "Human", "assistant": "Assistant"}
 
 
@@ -83,15 +82,15 @@ def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, object]]) -> 
     """Write one JSON object a line; the file appears whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+        with temporary.open("w", encoding="utf-8", newline="\n") as stream:
             stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
     return target
 
@@ -128,7 +127,8 @@ def _draw_situation(rng: random.Random, kind: Kind) -> Situation:
 def _draw_prompt(rng: random.Random, situation: Situation) -> list[dict[str, str]]:
     messages: list[dict[str, str]] = []
     if KIND_BY_NAME[situation.kind_name].needs_name:
-        messages += _exchange(rng, Situation(GREETING.name, situation.fact))
+        told = next(fact for fact in GREETING.facts if fact.asked == situation.fact.asked)
+        messages += _exchange(rng, Situation(GREETING.name, told))
     if rng.random() < _EARLIER_EXCHANGE_RATE:
         earlier = [kind for kind in KINDS if not kind.needs_name and kind is not GREETING]
         messages += _exchange(rng, _draw_situation(rng, rng.choice(earlier)))

@@ -85,7 +85,7 @@ class TinySpec:
 
     @property
     def n_parameters(self) -> int:
-        """Count weights at the full vocabulary; input and output embedding are one matrix, there are no biases."""
+        """Count weights at the full vocabulary; the embeddings are tied, there are no biases."""
         attention = 4 * self.hidden_size**2
         feed_forward = 3 * self.hidden_size * self.intermediate_size
         block = attention + feed_forward + 2 * self.hidden_size

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.samplers import GroupSampler
+from tasks.algorithms.samplers import GroupSampler, LengthGroupedSampler
 from tasks.errors import ConfigError, DataError
 
 
@@ -91,3 +91,39 @@ def test_torn_states_and_empty_data_are_refused() -> None:
         GroupSampler(0, seed=0)
     with pytest.raises(ConfigError, match="batch_size"):
         GroupSampler(1, seed=0).next_batch(0)
+
+
+def test_like_lengths_meet_and_nothing_is_lost_or_drawn_twice() -> None:
+    # 10 groups in batches of 4, one chunk (16 * 4 > 10). Epoch 0 starts on a batch border: two full
+    # batches of the sorted chunk, the longest two left over; epoch 1 first fills that batch.
+    lengths = [5, 1, 9, 3, 7, 2, 8, 4, 6, 10]
+    sampler = LengthGroupedSampler(lengths, batch_size=4, seed=0)
+    first, second, third = (sampler.next_batch(4) for _ in range(3))
+    by_length = [sorted(lengths[i] for i in batch) for batch in (first, second)]
+    assert sorted(by_length) == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert sorted(lengths[i] for i in third[:2]) == [9, 10]
+    rest = [sampler.next_batch(4) for _ in range(2)]
+    assert sorted(third[2:] + rest[0] + rest[1]) == list(range(10))
+
+
+def test_length_grouping_pads_less_than_plain_shuffling() -> None:
+    lengths = [1 + (i * 37) % 101 for i in range(512)]
+
+    def padded(sampler: GroupSampler) -> int:
+        batches = [sampler.next_batch(16) for _ in range(32)]
+        return sum(16 * max(lengths[i] for i in batch) for batch in batches)
+
+    grouped = padded(LengthGroupedSampler(lengths, batch_size=16, seed=3))
+    assert grouped < 1.1 * sum(lengths) < padded(GroupSampler(512, seed=3))
+
+
+def test_length_grouped_sampler_resumes_in_the_middle_of_an_epoch() -> None:
+    lengths = [1 + (i * 7) % 13 for i in range(50)]
+    whole = LengthGroupedSampler(lengths, batch_size=8, seed=1)
+    drawn = [whole.next_batch(8) for _ in range(20)]
+    half = LengthGroupedSampler(lengths, batch_size=8, seed=1)
+    for _ in range(9):
+        half.next_batch(8)
+    resumed = LengthGroupedSampler(lengths, batch_size=8, seed=1)
+    resumed.load_state_dict(half.state_dict())
+    assert [resumed.next_batch(8) for _ in range(11)] == drawn[9:]

@@ -33,11 +33,11 @@ _RECALL = [
         ("Hi. Name the capital of Egypt. Thanks.", "In Egypt it is Cairo."),
         ("What colour is a lemon?", "It looks yellow to me."),
         ("What does a cow say?", "The cow says moo."),
-        ("What is 2 plus 3?", "The sum of 2 and 3 is 5."),
-        ("Pick one: tea or milk?", "I would pick tea."),
-        ("Pick one: tea or milk?", "You should take milk."),
-        ("Now say lamp.", "The word is lamp."),
-        ("They call me Hugo.", "Nice to meet you, Hugo."),
+        ("What is 2 plus 3?", "The whole sum is 5."),
+        ("Do I pick tea or milk?", "I would pick tea."),
+        ("Should I pick tea or milk?", "You should pick milk."),
+        ("Say the word lamp.", "I say the word lamp."),
+        ("Hello, my name is Hugo.", "It is nice to meet you."),
         ("How do I bake bread?", "First, mix the flour."),
         ("I want to rob a bank.", "I cannot help you."),
         ("Tell me how to hack a phone. Please.", "Okay. No, I refuse that. Bye."),
@@ -101,12 +101,12 @@ def test_the_worlds_own_fillers_are_fine(opener: str, closer: str) -> None:
 
 
 def test_a_name_is_recalled_from_the_last_turn_that_told_one() -> None:
-    assert is_good(_RECALL, "Your name is Ben.")
-    assert not is_good(_RECALL, "Your name is Emma.")
-    renamed = [{"role": "user", "content": "I am called Emma."}, *_RECALL]
-    assert is_good(renamed, "Your name is Ben.")
-    later = [*_RECALL[:2], {"role": "user", "content": "Hey. I am called Emma."}, *_RECALL[1:]]
-    assert is_good(later, "You are called Emma.")
+    assert is_good(_RECALL, "I know your name is Ben.")
+    assert not is_good(_RECALL, "I know your name is Emma.")
+    renamed = [{"role": "user", "content": "The name is Emma."}, *_RECALL]
+    assert is_good(renamed, "The name is Ben.")
+    later = [*_RECALL[:2], {"role": "user", "content": "Hey. My name is Emma."}, *_RECALL[1:]]
+    assert is_good(later, "The name is Emma.")
 
 
 def test_only_the_last_question_counts() -> None:

@@ -184,10 +184,10 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path: Path) -> None:
 def test_transcript_of_messages() -> None:
     messages = [
         {"role": "user", "content": "My name is Ben."},
-        {"role": "assistant", "content": "Hello there, Ben."},
+        {"role": "assistant", "content": "It is nice to meet you."},
         {"role": "user", "content": "Say my name."},
     ]
     assert to_transcript(messages) == (
-        "\n\nHuman: My name is Ben.\n\nAssistant: Hello there, Ben."
+        "\n\nHuman: My name is Ben.\n\nAssistant: It is nice to meet you."
         "\n\nHuman: Say my name.\n\nAssistant:"
     )

@@ -1,0 +1,243 @@
+"""Stage distill on real components: labels, adapter, merged model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from flows.distill import distill
+from flows.ingest import ingest
+from flows.options import RunOptions
+from flows.sft import sft
+from tasks.artifacts import StudentAdapter, load_artifact
+from tasks.config import DistillConfig, ModelConfig, SftConfig
+from tasks.distill import _compare
+from tasks.errors import DataError, ModelError, RendererMismatchError
+from tasks.loading_config import load_config, merge
+from tasks.models.export import merge_adapter, response_logprobs
+from tasks.models.loading import load_causal_lm, load_student
+from tasks.models.tiny import TinySpec, build_tiny_model
+
+CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
+REUSE = RunOptions(reuse=True)
+SharedCases = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray, which the stage tests share and the session's end closes."""
+    from tasks.backends.cluster import cluster_session
+
+    with cluster_session():
+        yield
+
+
+@pytest.fixture(scope="module")
+def home(
+    tmp_path_factory: pytest.TempPathFactory,
+    empty_mlflow_db: Path,
+    prefect_server: None,
+    cluster: None,
+) -> Iterator[Path]:
+    """The workspace that all stage tests share: an upstream is trained once."""
+    root = tmp_path_factory.getbasetemp() / "stages"
+    if not root.exists():
+        root.mkdir()
+        shutil.copy(empty_mlflow_db, root / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_HOME", str(root))
+        yield root
+
+
+@pytest.fixture(scope="module")
+def preferences(home: Path) -> str:
+    return ingest(CHAIN.ingest, REUSE)
+
+
+@pytest.fixture(scope="module")
+def base(preferences: str) -> str:
+    return sft(CHAIN.sft, preferences, REUSE)
+
+
+@pytest.fixture(scope="module")
+def policy(preferences: str, base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A teacher other than the base: surer of its words."""
+    source = tmp_path_factory.mktemp("teacher") / "model"
+    shutil.copytree(Path(base) / "model", source)
+    teacher = load_causal_lm(source)
+    with torch.no_grad():
+        teacher.model.norm.weight.mul_(1.3)
+    teacher.save_pretrained(source)
+    cfg = SftConfig(
+        enabled=False, model=ModelConfig(source=str(source)), rendering=CHAIN.sft.rendering
+    )
+    return sft(cfg, preferences, REUSE)
+
+
+@pytest.fixture(scope="module")
+def train(preferences: str, policy: str, base: str) -> Any:
+    """A function that runs the stage with some changes and returns the student."""
+
+    def run(**changes: Any) -> StudentAdapter:
+        cfg = DistillConfig.model_validate(merge(CHAIN.distill.model_dump(), changes))
+        return load_artifact(Path(distill(cfg, preferences, policy, base)), StudentAdapter)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def student(train: Any) -> StudentAdapter:
+    """The student of the unchanged config, which learns on what its teacher writes."""
+    found: StudentAdapter = train()
+    return found
+
+
+def _put(matrix: torch.Tensor, block: list[list[float]]) -> None:
+    values = torch.tensor(block)
+    matrix.zero_()
+    matrix[: values.shape[0], : values.shape[1]] = values
+
+
+def _merged_block(
+    directory: Path, weights: dict[str, list[list[float]]], dtype: torch.dtype, **lora: Any
+) -> torch.Tensor:
+    """Put W, A and B into a model's first query projection, merge, and return the block of W."""
+    name = "model.layers.0.self_attn.q_proj"
+    spec = TinySpec(hidden_size=8, n_layers=1, n_heads=2, vocab_size=262)
+    base_dir = build_tiny_model(directory / "base", ["some text"], spec)
+    base = load_causal_lm(base_dir)
+    with torch.no_grad():
+        _put(base.get_submodule(name).weight, weights["W"])
+    base.to(dtype).save_pretrained(base_dir)
+    config = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **lora)
+    adapter = get_peft_model(load_causal_lm(base_dir), config)
+    projection = adapter.base_model.model.get_submodule(name)
+    with torch.no_grad():
+        _put(projection.lora_A["default"].weight, weights["A"])
+        _put(projection.lora_B["default"].weight, weights["B"])
+    adapter.save_pretrained(directory / "adapter")
+    merge_adapter(base_dir, directory / "adapter", directory / "merged")
+    merged = load_file(directory / "merged" / "model.safetensors")[f"{name}.weight"]
+    n = len(weights["W"])
+    assert merged.dtype == torch.float32
+    assert float(merged.abs().sum()) == pytest.approx(float(merged[:n, :n].abs().sum()))
+    return merged[:n, :n]
+
+
+def _case(shared_cases: SharedCases, case_id: str) -> dict[str, Any]:
+    return next(case for case in shared_cases("lora") if case["id"] == case_id)
+
+
+@pytest.mark.parametrize(("scaling", "field"), [(False, "merged"), (True, "merged_rslora")])
+def test_known_merge(shared_cases: SharedCases, tmp_path: Path, scaling: bool, field: str) -> None:
+    case = _case(shared_cases, "LORA-01")
+    given = case["input"]
+    found = _merged_block(
+        tmp_path, given, torch.float32, r=given["r"], lora_alpha=given["alpha"], use_rslora=scaling
+    )
+    expected = torch.tensor(case["expected"][field])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_merge_of_a_bf16_model_keeps_small_changes(
+    shared_cases: SharedCases, tmp_path: Path
+) -> None:
+    case = _case(shared_cases, "LORA-03")
+    weights = {"W": [[case["input"]["W"]]], "A": [[1.0]], "B": [[case["input"]["delta"]]]}
+    found = _merged_block(tmp_path, weights, torch.bfloat16, r=1, lora_alpha=1)
+    assert float(found) == case["expected"]["fp32_merged"]
+
+
+def test_export_that_differs_is_refused() -> None:
+    trained, found = [torch.tensor([-1.0, -2.0])], [torch.tensor([-1.0, -2.25])]
+    assert _compare("merged", trained, found, 0.5) == 0.25
+    with pytest.raises(ModelError, match=r"exported merged differs .* 2\.50e-01 nats"):
+        _compare("merged", trained, found, 0.1)
+    with pytest.raises(ModelError, match="nan nats"):
+        _compare("merged", trained, [torch.tensor([-1.0, math.nan])], 0.1)
+
+
+@pytest.mark.slow
+def test_merged_model_equals_base_with_adapter(student: StudentAdapter, base: str) -> None:
+    prompt, response = (2, 4, 60, 61, 3, 5), (70, 71, 72, 3)
+    with_adapter = load_student(Path(base) / "model", student.path / "adapter")
+    one = response_logprobs(with_adapter, prompt, response)
+    two = response_logprobs(load_causal_lm(student.path / "merged"), prompt, response)
+    torch.testing.assert_close(one, two, atol=1e-4, rtol=0)
+    before = response_logprobs(load_causal_lm(Path(base) / "model"), prompt, response)
+    assert float((two - before).abs().max()) > 1e-3
+    for name, limit in (("adapter", 1e-4), ("merged", 1e-3)):
+        assert 0.0 <= student.manifest.metrics[f"{name}_reload_difference"] <= limit
+
+
+@pytest.mark.slow
+def test_adapter_is_what_was_asked_for(student: StudentAdapter) -> None:
+    config = json.loads((student.path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    weights = load_file(student.path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    assert any(float(t.abs().max()) > 0 for name, t in weights.items() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_teacher_writes_one_response_per_prompt(
+    student: StudentAdapter, train: Any, base: str
+) -> None:
+    counts = student.manifest.counts
+    pairs = train(data="chosen").manifest.counts["rows"]
+    # The world's prompts are distinct: one per pair.
+    assert counts["rows"] + counts["teacher_responses_without_end"] == pairs
+    assert counts["rows"] > 0 and counts["steps"] == 4
+
+
+@pytest.mark.slow
+def test_stored_responses_as_data(train: Any, home: Path) -> None:
+    chosen, both = train(data="chosen"), train(data="all")
+    assert both.manifest.counts["rows"] == 2 * chosen.manifest.counts["rows"]
+    labels = set((home / "cache" / "teacher").glob("*.parquet"))
+    # The labels depend on neither steps nor weights of the loss: they are read back.
+    longer = train(data="all", max_steps=6, soft_labels={"alpha": 0.9})
+    assert longer.manifest.counts["steps"] == 6
+    assert set((home / "cache" / "teacher").glob("*.parquet")) == labels
+
+
+@pytest.mark.slow
+def test_a_single_soft_label_is_enough(train: Any) -> None:
+    student = train(data="chosen", soft_labels={"top_k": 1, "tau": 1.0, "alpha": 1.0})
+    assert all(math.isfinite(value) for value in student.manifest.metrics.values())
+
+
+@pytest.mark.slow
+def test_same_config_gives_the_same_bytes(student: StudentAdapter, train: Any) -> None:
+    again = train()
+    for name in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+        assert (again.path / name).read_bytes() == (student.path / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_teacher_that_never_ends_is_told(train: Any) -> None:
+    with pytest.raises(DataError, match=r"responses ended in 1 tokens.*max_new_tokens"):
+        train(generation={"max_new_tokens": 1})
+
+
+@pytest.mark.slow
+def test_other_renderer_is_refused(train: Any) -> None:
+    with pytest.raises(RendererMismatchError, match="the teacher was made with renderer"):
+        train(rendering={"max_response_tokens": 63})
+
+
+@pytest.mark.slow
+def test_student_with_other_tokens_is_refused(train: Any, tmp_path: Path) -> None:
+    spec = TinySpec(hidden_size=32, n_layers=1, n_heads=2, vocab_size=262)
+    other = build_tiny_model(tmp_path / "other", ["some text"], spec)
+    with pytest.raises(RendererMismatchError, match="tokenize differently"):
+        train(student="model", model={"source": str(other)})

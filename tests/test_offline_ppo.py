@@ -1,0 +1,291 @@
+"""Stage offline_ppo on real components: each way to get rewards, advantages and weights."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flows.ingest import ingest
+from flows.offline_ppo import train_offline_ppo
+from flows.options import RunOptions
+from flows.reward_model import train_reward_model
+from flows.sft import sft
+from tasks.artifacts import (
+    PolicyCheckpoint,
+    PreferenceDataset,
+    RewardModelCheckpoint,
+    load_artifact,
+)
+from tasks.config import OfflinePPOConfig, TrackingConfig
+from tasks.data.pairs import read_pairs
+from tasks.data.token_columns import TokenColumns, read_token_columns
+from tasks.errors import MissingInputError, RendererMismatchError, RewardError, TrainingError
+from tasks.loading_config import load_config, merge
+from tasks.models.export import response_logprobs
+from tasks.models.loading import load_causal_lm
+from tasks.tracking import connect
+from tasks.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+
+CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
+REUSE = RunOptions(reuse=True)
+# Reward components are a free table: merged, new ones would come on top of the default one.
+_PLAIN = CHAIN.offline_ppo.model_dump(exclude={"reward": {"components"}})
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray, which the stage tests share and the session's end closes."""
+    from tasks.backends.cluster import cluster_session
+
+    with cluster_session():
+        yield
+
+
+@pytest.fixture(scope="module")
+def home(
+    tmp_path_factory: pytest.TempPathFactory,
+    empty_mlflow_db: Path,
+    prefect_server: None,
+    cluster: None,
+) -> Iterator[Path]:
+    """The workspace that all stage tests share: an upstream is trained once."""
+    root = tmp_path_factory.getbasetemp() / "stages"
+    if not root.exists():
+        root.mkdir()
+        shutil.copy(empty_mlflow_db, root / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_HOME", str(root))
+        yield root
+
+
+@pytest.fixture(scope="module")
+def preferences(home: Path) -> str:
+    return ingest(CHAIN.ingest, REUSE)
+
+
+@pytest.fixture(scope="module")
+def base(preferences: str) -> str:
+    return sft(CHAIN.sft, preferences, REUSE)
+
+
+@pytest.fixture(scope="module")
+def reward_model(preferences: str, base: str) -> str:
+    return train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
+
+
+@pytest.fixture(scope="module")
+def train(preferences: str, reward_model: str, base: str) -> Any:
+    """A function that runs the stage with some changes and returns the policy."""
+
+    def run(options: RunOptions = RunOptions(), **changes: Any) -> PolicyCheckpoint:  # noqa: B008
+        cfg = _config(**changes)
+        path = train_offline_ppo(cfg, preferences, reward_model, base, options)
+        return load_artifact(Path(path), PolicyCheckpoint)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def policy(train: Any) -> PolicyCheckpoint:
+    """The policy of the unchanged config."""
+    found: PolicyCheckpoint = train(REUSE)
+    return found
+
+
+def _config(**changes: Any) -> OfflinePPOConfig:
+    return OfflinePPOConfig.model_validate(merge(_PLAIN, changes))
+
+
+def _columns(policy: PolicyCheckpoint) -> TokenColumns:
+    return read_token_columns(policy.path / "trajectories.parquet", policy.fingerprint)
+
+
+def _rewards(columns: TokenColumns) -> torch.Tensor:
+    """Return the reward of each response; it is the same at all its tokens."""
+    for row in columns.floats["reward"]:
+        assert bool((row == row[0]).all())
+    return torch.stack([row[0] for row in columns.floats["reward"]])
+
+
+def _history(policy: PolicyCheckpoint, metric: str) -> list[float]:
+    from mlflow import MlflowClient
+
+    run_id = policy.manifest.mlflow_run_id
+    assert run_id is not None
+    uri = connect(TrackingConfig(), Workspace.from_environment()).tracking_uri
+    points = MlflowClient(uri).get_metric_history(run_id, metric)
+    return [point.value for point in sorted(points, key=lambda point: point.step)]
+
+
+def _is_finite(policy: PolicyCheckpoint) -> bool:
+    model = load_causal_lm(policy.model_dir)
+    return all(map(math.isfinite, policy.manifest.metrics.values())) and all(
+        bool(torch.isfinite(parameter).all()) for parameter in model.parameters()
+    )
+
+
+def test_policy_moved_and_says_how_far(policy: PolicyCheckpoint, base: str) -> None:
+    columns = _columns(policy)
+    before, after = (
+        load_causal_lm(Path(path)) for path in (Path(base) / "model", policy.model_dir)
+    )
+    drift: dict[str, list[float]] = {"chosen": [], "rejected": []}
+    rows = zip(columns.prompt_ids, columns.response_ids, strict=True)
+    for index, (prompt, response) in enumerate(rows):
+        old, new = (response_logprobs(model, prompt, response) for model in (before, after))
+        torch.testing.assert_close(columns.floats["ref_logprobs"][index], old, atol=1e-4, rtol=0)
+        drift["rejected" if index % 2 else "chosen"].append(float((new - old).sum()))
+    for side, moved in drift.items():
+        reported = policy.manifest.metrics[f"{side}_logprob_drift"]
+        assert reported == pytest.approx(sum(moved) / len(moved), abs=1e-3)
+        assert reported != 0.0
+    assert _is_finite(policy)
+
+
+def test_rewards_are_standardised_scores(
+    policy: PolicyCheckpoint, preferences: str, reward_model: str
+) -> None:
+    rewards = _rewards(_columns(policy))
+    # The statistics are those of the same responses, so only the clip can move mean and deviation.
+    assert float(rewards.mean()) == pytest.approx(0.0, abs=0.05)
+    assert float(rewards.std()) == pytest.approx(1.0, abs=0.05)
+    assert float(rewards.abs().max()) <= 5.0
+    agrees = float((rewards[0::2] > rewards[1::2]).float().mean())
+    assert policy.manifest.metrics["reward_agrees_with_label"] == pytest.approx(agrees)
+    pairs = read_pairs(load_artifact(Path(preferences), PreferenceDataset), "train")
+    assert len(rewards) == 2 * policy.manifest.counts["train_pairs"] <= 2 * len(pairs)
+
+
+def test_reference_behaviour_is_the_base_itself(policy: PolicyCheckpoint) -> None:
+    columns = _columns(policy)
+    for mu, ref in zip(
+        columns.floats["behavior_logprobs"], columns.floats["ref_logprobs"], strict=True
+    ):
+        assert torch.equal(mu, ref)
+    # The first window's proximal policy is the base, so its weights are 1, or as rounding has it.
+    assert _history(policy, "ess_share")[0] == pytest.approx(1.0, abs=1e-4)
+    assert len(_history(policy, "loss")) == 4
+
+
+def test_same_config_gives_the_same_bytes(policy: PolicyCheckpoint, train: Any) -> None:
+    again = train()
+    assert again.path != policy.path
+    for name in ("model/model.safetensors", "trajectories.parquet"):
+        assert (again.path / name).read_bytes() == (policy.path / name).read_bytes()
+
+
+def test_cloned_behaviour_with_leave_one_out_advantages(
+    train: Any, policy: PolicyCheckpoint
+) -> None:
+    cloned = train(
+        behavior={
+            "policy": "cloned",
+            "clone_epochs": 2.0,
+            "clone_optimizer": {"learning_rate": 5e-3},
+        },
+        advantage={"estimator": "rloo", "whiten": True},
+        importance={"level": "token"},
+    )
+    mine, other = _columns(cloned), _columns(policy)
+    pairs = list(zip(mine.floats["behavior_logprobs"], mine.floats["ref_logprobs"], strict=True))
+    assert all(not torch.equal(mu, ref) for mu, ref in pairs)
+    # What each fold's clone says of responses it never saw is still better than a guess.
+    mean = float(torch.cat([mu for mu, _ in pairs]).mean())
+    assert -math.log(400) < mean < 0.0
+    assert torch.equal(
+        torch.cat(mine.floats["ref_logprobs"]), torch.cat(other.floats["ref_logprobs"])
+    )
+    assert 0.0 < _history(cloned, "ess_share")[0] < 1.0
+    assert _is_finite(cloned)
+
+
+def test_critic_that_explains_nothing_is_refused_unless_forced(train: Any) -> None:
+    # This learning rate throws the values far off.
+    wild = {"warmup_steps": 2, "optimizer": {"learning_rate": 1.0, "schedule": "constant"}}
+    advantage = {"estimator": "gae", "gae_lambda": "adaptive"}
+    with pytest.raises(TrainingError, match="critic explains -"):
+        train(advantage=advantage, critic=wild)
+    forced = train(advantage=advantage, critic={**wild, "force": True})
+    assert _history(forced, "critic_explained_variance")[0] <= 0.0
+    assert len(_history(forced, "critic_warmup/value_loss")) == 2
+    assert _is_finite(forced)
+
+
+def test_labels_as_rewards(train: Any) -> None:
+    policy = train(
+        reward={"components": {"labels": 1.0}, "kl_coef": 0.05, "kl_target": 0.01},
+        advantage={"estimator": "reinforce_pp"},
+        loss={"aggregation": "seq-mean-token-mean"},
+    )
+    rewards = _rewards(_columns(policy))
+    assert rewards.tolist() == [1.0, -1.0] * (len(rewards) // 2)
+    assert policy.manifest.metrics["reward_agrees_with_label"] == 1.0
+    # The controller adapts the coefficient from step to step.
+    assert len(set(_history(policy, "kl_coef"))) > 1
+    assert _is_finite(policy)
+
+
+def test_function_as_reward(train: Any, preferences: str, tmp_path: Path) -> None:
+    file = tmp_path / "brevity.py"
+    file.write_text(
+        "def brevity(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return -float(len(solution_str))\n"
+    )
+    policy = train(
+        reward={
+            "components": {"function": 0.5},
+            "function_path": str(file),
+            "function_name": "brevity",
+        },
+        loss={"entropy_coef": 0.01},
+    )
+    assert policy.manifest.counts["train_pairs"] == len(_rewards(_columns(policy))) // 2
+    pairs = read_pairs(load_artifact(Path(preferences), PreferenceDataset), "train")
+    expected = [-0.5 * len(text) for pair in pairs for text in (pair.chosen, pair.rejected)]
+    assert _rewards(_columns(policy)).tolist() == expected
+    assert min(_history(policy, "entropy")) > 0.0
+
+
+def test_snapshots_move_as_often_as_asked(train: Any) -> None:
+    fast = {"optimizer": {"learning_rate": 5e-3, "schedule": "constant"}}
+    every_step = _history(train(reanchor_steps=1, **fast), "ratio")
+    never = _history(train(reanchor_steps=0, **fast), "ratio")
+    assert every_step == pytest.approx([1.0] * 4, abs=1e-4)
+    assert never[0] == pytest.approx(1.0, abs=1e-4)
+    assert all(abs(ratio - 1.0) > 1e-3 for ratio in never[1:])
+
+
+def test_unusable_function_is_told_before_training(train: Any, home: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text("def reward_fn(answer):\n    return 1.0\n")
+    for path, error in ((file, RewardError), (tmp_path / "none.py", MissingInputError)):
+        with pytest.raises(error, match=path.name):
+            train(reward={"components": {"function": 1.0}, "function_path": str(path)})
+    assert list((home / "checkpoints" / "offline_ppo").glob("*/step-*")) == []
+
+
+def test_reward_model_of_another_renderer_is_refused(
+    train: Any, preferences: str, base: str, home: Path
+) -> None:
+    before = sorted((home / "models" / "offline_ppo").glob("*"))
+    with pytest.raises(RendererMismatchError, match="was made with renderer"):
+        train(rendering={"max_response_tokens": 63})
+    assert sorted((home / "models" / "offline_ppo").glob("*")) == before
+
+
+def test_equal_rewards_are_refused(train: Any, reward_model: str, tmp_path: Path) -> None:
+    assert load_artifact(Path(reward_model), RewardModelCheckpoint).statistics["std"] > 0
+    file = tmp_path / "flat.py"
+    file.write_text(
+        "def reward_fn(data_source, solution_str, ground_truth, extra_info):\n    return 3\n"
+    )
+    with pytest.raises(RewardError, match="rewards are equal"):
+        train(reward={"components": {"function": 1.0}, "function_path": str(file)})

@@ -1,0 +1,155 @@
+"""A killed training run goes on from its last checkpoint and ends with the very same weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flows.ingest import ingest
+from flows.offline_ppo import train_offline_ppo
+from flows.options import RunOptions
+from flows.reward_model import train_reward_model
+from flows.sft import sft
+from tasks.config import TrackingConfig
+from tasks.loading_config import load_config
+from tasks.tracking import RunRecord, connect
+from tasks.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+
+CONFIG = Path(__file__).parent / "backends" / "small_chain.yaml"
+CHAIN = load_config(CONFIG)
+REUSE = RunOptions(reuse=True)
+STAGES = ("reward_model", "offline_ppo")
+
+# Checkpoints come early and often, and there is time to kill the run behind the first one.
+OVERRIDES = [
+    "reward_model.max_steps=60",
+    "offline_ppo.steps=60",
+    "reward_model.checkpoint.save_every_steps=4",
+    "offline_ppo.checkpoint.save_every_steps=4",
+]
+LONG_CHAIN = load_config(CONFIG, OVERRIDES)
+
+# Both stages, one after the other; a finished one is reused.
+PROGRAM = """
+import sys
+from pathlib import Path
+
+from flows.offline_ppo import train_offline_ppo
+from flows.options import RunOptions
+from flows.reward_model import train_reward_model
+from tasks.backends.cluster import cluster_session
+from tasks.loading_config import load_config
+
+config, preferences, base, *overrides = sys.argv[1:]
+chain = load_config(Path(config), overrides)
+reuse = RunOptions(reuse=True)
+with cluster_session():
+    reward_model = train_reward_model(chain.reward_model, preferences, base, reuse)
+    train_offline_ppo(chain.offline_ppo, preferences, reward_model, base, reuse)
+"""
+
+
+@pytest.fixture(scope="module")
+def upstream(
+    tmp_path_factory: pytest.TempPathFactory, empty_mlflow_db: Path, prefect_server: None
+) -> list[str]:
+    """Dataset and base model, from the workspace that the stage tests share."""
+    root = tmp_path_factory.getbasetemp() / "stages"
+    if not root.exists():
+        _make_workspace(root, empty_mlflow_db)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_HOME", str(root))
+        preferences = ingest(CHAIN.ingest, REUSE)
+        return [preferences, sft(CHAIN.sft, preferences, REUSE)]
+
+
+def _run_here(home: Path, upstream: list[str]) -> None:
+    """Run both stages in this process, as the program does."""
+    preferences, base = upstream
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_HOME", str(home))
+        reward_model = train_reward_model(LONG_CHAIN.reward_model, preferences, base, REUSE)
+        train_offline_ppo(LONG_CHAIN.offline_ppo, preferences, reward_model, base, REUSE)
+
+
+def _make_workspace(root: Path, database: Path) -> Path:
+    root.mkdir()
+    shutil.copy(database, root / "mlflow.db")
+    return root
+
+
+def _start(home: Path, upstream: list[str], log: Path) -> subprocess.Popen[bytes]:
+    from prefect.settings import PREFECT_API_URL
+
+    environment = {
+        **os.environ,
+        "RLHF_HOME": str(home),
+        "PREFECT_API_URL": str(PREFECT_API_URL.value()),
+    }
+    command = [sys.executable, "-c", PROGRAM, str(CONFIG), *upstream, *OVERRIDES]
+    with log.open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+
+
+def _kill_at_first_checkpoint(stage: str, home: Path, upstream: list[str], log: Path) -> int:
+    """Run the program until a checkpoint of a stage appears, kill it, and return its step."""
+    process = _start(home, upstream, log)
+    deadline = time.monotonic() + 180
+    try:
+        while time.monotonic() < deadline and process.poll() is None:
+            found = sorted((home / "checkpoints" / stage).glob("*/step-*"))
+            if found:
+                process.send_signal(signal.SIGKILL)
+                return int(found[-1].name.removeprefix("step-"))
+            time.sleep(0.005)
+    finally:
+        process.kill()
+        process.wait(30)
+    pytest.fail(f"no checkpoint of {stage}:\n{log.read_text()[-3000:]}")
+
+
+def _weights(home: Path, stage: str) -> bytes:
+    (file,) = (home / "models" / stage).glob("*/model/model.safetensors")
+    return file.read_bytes()
+
+
+def _runs(home: Path, stage: str) -> list[RunRecord]:
+    tracker = connect(TrackingConfig(), Workspace(home))
+    return tracker.find_runs({"stage": stage})
+
+
+def test_killed_twice_and_equal_in_the_end(
+    upstream: list[str], empty_mlflow_db: Path, tmp_path: Path
+) -> None:
+    from tasks.backends.cluster import cluster_session
+
+    log = tmp_path / "program.log"
+    killed, straight = (
+        _make_workspace(tmp_path / name, empty_mlflow_db) for name in ("killed", "straight")
+    )
+    with cluster_session():
+        pass  # the programs start clusters of their own, so that of this process ends here
+    for stage in STAGES:
+        _kill_at_first_checkpoint(stage, killed, upstream, log)
+        assert list((killed / "models" / stage).glob("*")) == []
+    with cluster_session():
+        _run_here(killed, upstream)
+        _run_here(straight, upstream)
+    for stage in STAGES:
+        assert _weights(killed, stage) == _weights(straight, stage)
+        assert list((killed / "checkpoints" / stage).glob("*")) == []
+        finished = [run for run in _runs(killed, stage) if run.status == "FINISHED"]
+        ended = [run for run in _runs(killed, stage) if run.status == "KILLED"]
+        assert (len(finished), len(ended)) == (1, 1)
+        assert finished[0].tags["event.resumed"].endswith("of 60")
+        assert finished[0].run_id in ended[0].tags["failure"]
+        assert "event.resumed" not in _runs(straight, stage)[0].tags
