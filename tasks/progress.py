@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 15.0
 
@@ -60,8 +60,8 @@ class ProgressDisplay:
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(),
-                TextColumn("{task.completed:g}/{task.total:g}"),
-                TimeElapsedColumn(),
+                TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+                TimeRemainingColumn(elapsed_when_finished=True),
                 TextColumn("{task.fields[note]}", markup=False),
                 console=self._console,
                 transient=True,
@@ -75,5 +75,5 @@ class ProgressDisplay:
         if now - self._last_line_at < _SECONDS_BETWEEN_LINES:
             return
         self._last_line_at = now
-        text = f"{self.title}: {done:g}/{total:g} {message}".rstrip()
+        text = f"{self.title}: {done:,.0f}/{total:,.0f} {message}".rstrip()
         print(text, file=sys.stderr, flush=True)

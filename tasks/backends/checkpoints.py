@@ -73,8 +73,9 @@ class CheckpointStore:
                 session.restore(role, directory / role)
         # A torn file raises whatever its bytes lead torch to, here or in a worker.
         except Exception as error:
+            reason = (str(error).strip() or repr(error)).splitlines()[-1]
             raise ArtifactError(
-                f"Checkpoint {directory} cannot be read: {str(error).strip().splitlines()[-1:]}",
+                f"Checkpoint {directory} cannot be read: {reason}",
                 "a complete checkpoint",
                 f"remove {directory} to continue from the one before it",
             ) from error

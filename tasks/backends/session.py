@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -253,6 +254,9 @@ def open_session(runtime: RuntimeConfig) -> Session:
 
 def _start_group(host: HostSpec) -> Any:
     os.environ.update(cluster.worker_environment(host.device))
+    if host.device == "cpu":
+        # Registers the platform even where verl was imported before the environment was set.
+        importlib.import_module(cluster.PLATFORM_MODULE)
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
