@@ -39,6 +39,9 @@ from tasks.tracking import MetricPoint, Status, Tracker
 from tasks.tracking_values import clean_name
 from tasks.workspace import Workspace
 
+# Files of an artefact that people look at in MLflow.
+_PAGES = ("card.md", "report.md", "report.json", "scores.png")
+
 
 @contextmanager
 def refusal_recorded(
@@ -204,13 +207,13 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
     values |= {f"count/{name}": float(count) for name, count in manifest.counts.items()}
     points = [MetricPoint(clean_name(name), value, 0, now_ms) for name, value in values.items()]
     tracker.log_points(run_id, points)
-    tracker.log_file(run_id, artifact.path / MANIFEST_NAME)
+    for name in (MANIFEST_NAME, *_PAGES):
+        if (artifact.path / name).is_file():
+            tracker.log_file(run_id, artifact.path / name)
     tracker.set_tags(run_id, {"artifact.path": str(artifact.path), "artifact.kind": manifest.kind})
     if isinstance(artifact, PreferenceDataset):
         tracker.log_dataset(run_id, artifact.path, "preferences", artifact.fingerprint, "output")
-    elif isinstance(artifact, EvalReport):
-        tracker.log_file(run_id, artifact.path / "report.json")
-    else:
+    elif not isinstance(artifact, EvalReport):
         model_id = tracker.log_model_output(run_id, artifact, manifest.stage.replace("_", "-"))
         if isinstance(artifact, StudentAdapter):
             tracker.register_candidate(model_id, artifact)

@@ -40,9 +40,7 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat = 1e-4
     schedule: Literal["constant", "cosine"] = "cosine"
     warmup_share: Share = Field(0.05, description="Share of all steps spent warming up.")
-    min_lr_share: Share = Field(
-        0.0, description="Final learning rate of the cosine, as a share of the peak."
-    )
+    min_lr_share: Share = Field(0.0, description="Where the cosine ends, as a share of the peak.")
     weight_decay: float = Field(0.0, ge=0.0)
     betas: tuple[float, float] = (0.9, 0.999)
     clip_grad_norm: PositiveFloat = 1.0
@@ -53,15 +51,11 @@ class RuntimeConfig(Section):
 
     ranks: PositiveInt = Field(1, description="Data-parallel workers.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="Compute precision; master weights are fp32."
-    )
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute; master weights are fp32.")
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     remove_padding: bool = Field(False, description="Pack rows instead of padding them.")
     gradient_checkpointing: bool = False
-    offload: bool = Field(
-        False, description="Keep parameters and optimizer state in host memory between steps."
-    )
+    offload: bool = Field(False, description="Weights and optimizer state in host memory.")
     tokens_per_micro_batch: PositiveInt = Field(
         16384, description="Padded tokens of one micro-batch per rank."
     )
@@ -69,9 +63,7 @@ class RuntimeConfig(Section):
         None, description="host:port or 'auto' of a running cluster; null starts one."
     )
     ray_start_timeout_seconds: PositiveInt = _setting(30)
-    cpu_threads: PositiveInt = _setting(
-        2, description="Torch threads, shared by the ranks of a CPU run."
-    )
+    cpu_threads: PositiveInt = _setting(2, description="Torch threads, shared by CPU ranks.")
 
 
 class RenderingConfig(Section):
