@@ -23,6 +23,7 @@ from tasks.data.source import check_source, read_lines
 from tasks.errors import ArtifactError, DataError
 
 _LINES_PER_REPORT: Final = 5_000
+_NAMED_LINES: Final = 20
 _SOURCE_FIX: Final = (
     "give a JSON-Lines file of HH-RLHF pairs: an object with chosen and rejected on each line"
 )
@@ -57,6 +58,8 @@ def ingest_pairs(
     """
     accounts = _read_source(source, subset, ctx.log)
     _check_share(accounts, source, cfg.max_quarantine_share)
+    if accounts.quarantined:
+        ctx.log.event("quarantined", _name_left_out(accounts.quarantined))
     splits = _assign_splits(accounts.pairs, cfg)
     ctx.draft.counts.update(_count(accounts, splits))
     ctx.draft.metrics["longer_wins_share"] = longer_wins_share(accounts.pairs)
@@ -138,6 +141,19 @@ def _with_text(rows: Sequence[Quarantined], source: Path) -> list[Quarantined]:
         if line.number in wanted
     }
     return [replace(row, raw=texts[row.source_line]) for row in rows]
+
+
+def _name_left_out(quarantined: Sequence[Quarantined]) -> str:
+    """Return how many rows were left out and, by reason, their lines."""
+    lines: dict[str, list[int]] = {}
+    for row in quarantined:
+        lines.setdefault(row.reason.value, []).append(row.source_line)
+    parts = []
+    for reason, found in sorted(lines.items()):
+        shown = ", ".join(map(str, found[:_NAMED_LINES]))
+        more = f" and {len(found) - _NAMED_LINES} more" if len(found) > _NAMED_LINES else ""
+        parts.append(f"{reason} (lines {shown}{more})")
+    return f"{len(quarantined)} rows left out: {'; '.join(parts)}"
 
 
 def _check_share(accounts: _Accounts, source: Path, max_share: float) -> None:

@@ -31,13 +31,15 @@ class ListLog:
     """Keeps what a stage reports."""
 
     seen: list[tuple[float, float]] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
 
     def metrics(self, values: Mapping[str, float], step: int) -> None: ...
 
     def progress(self, done: float, total: float, message: str = "") -> None:
         self.seen.append((done, total))
 
-    def event(self, name: str, message: str) -> None: ...
+    def event(self, name: str, message: str) -> None:
+        self.events.append(f"{name}: {message}")
 
     def file(self, path: Path, directory: str = "") -> None: ...
 
@@ -270,3 +272,14 @@ def test_accounts_close_on_any_mixture(ingest: Ingest, tmp_path: Path, lines: li
     for name, count in counts.items():
         if name.startswith("quarantined_"):
             assert reasons[name.removeprefix("quarantined_")] == count
+
+
+def test_the_left_out_rows_are_named_in_the_run(tmp_path: Path, shared_data: Path) -> None:
+    context = make_context(tmp_path)
+    source = shared_data / "hh-rlhf" / "harmless-base" / "test.jsonl.gz"
+    ingest_pairs(context, IngestConfig(), source, "harmless-base")
+    assert isinstance(context.log, ListLog)
+    assert context.log.events == [
+        "quarantined: 9 rows left out: empty_response (lines 87, 517, 926, 1104); "
+        "prompt_mismatch (lines 1255, 1689, 1951, 1953, 2037)"
+    ]
