@@ -21,7 +21,7 @@ from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
 
 MANIFEST_NAME = "artifact.json"
 SCHEMA_VERSION = 1
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT)
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.ENOTDIR)
 _RERUN = "run it again with --no-reuse, or restore the directory from a copy"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 from tasks.backends.roles import HostSpec
@@ -62,11 +63,13 @@ def connect(runtime: RuntimeConfig) -> None:
     Raises:
         ClusterError: nothing answers at the address within ``ray_start_timeout_seconds``.
     """
+    address = runtime.ray_address
+    if address is not None:
+        _use_token()
     import ray
 
     if ray.is_initialized():
         return
-    address = runtime.ray_address
     device: Literal["cpu", "cuda"] = (
         "cpu" if runtime.device == "cpu" or not _has_gpu(address) else "cuda"
     )
@@ -86,6 +89,15 @@ def connect(runtime: RuntimeConfig) -> None:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_answer(address, str(error)) from error
+
+
+def _use_token() -> None:
+    """Send this user's token to the cluster: Ray 2.60 asks for one but sends none unasked."""
+    has_token = (Path.home() / ".ray" / "auth_token").is_file() or any(
+        name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    )
+    if has_token:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _has_gpu(address: str | None) -> bool:
@@ -115,7 +127,8 @@ def _no_answer(address: str, reason: str) -> ClusterError:
     return ClusterError(
         f"No Ray cluster answers at {address}: {reason}",
         "a running head node",
-        "start it with `ray start --head`, or set runtime.ray_address to null to start one here",
+        "start it with `ray start --head` (its token belongs in ~/.ray/auth_token here too), "
+        "or set runtime.ray_address to null to start one here",
     )
 
 

@@ -265,7 +265,9 @@ def _start_group(host: HostSpec) -> Any:
     use_gpu = host.device == "cuda"
     pool = RayResourcePool(cluster.node_layout(host), use_gpu=use_gpu, max_colocate_count=1)
     actor = RayClassWithInitArgs(cls=ray.remote(RoleHost), threads=host.threads_per_rank)
-    return RayWorkerGroup(pool, actor, device_name=host.device)
+    # On a cluster that was joined, whether there are GPUs is known only now.
+    environment = cluster.worker_environment(host.device)
+    return RayWorkerGroup(pool, actor, device_name=host.device, worker_env=environment)
 
 
 def close() -> None:
