@@ -82,7 +82,13 @@ def connect(runtime: RuntimeConfig) -> None:
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     if address is None:
         n_cpus = max(2, runtime.ranks + 1, os.cpu_count() or 1)
-        ray.init(num_cpus=n_cpus, object_store_memory=_OBJECT_STORE_BYTES, **options)
+        # "local": without it Ray joins a cluster that somebody started on this machine.
+        ray.init(
+            address="local",
+            num_cpus=n_cpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **options,
+        )
         return
     _check_reachable(address, runtime.ray_start_timeout_seconds)
     try:
