@@ -21,6 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
+SMALL_CHAIN = ROOT / "tests" / "backends" / "small_chain.yaml"
 _PREFECT_HOME = tempfile.mkdtemp(prefix="rlhf-tests-prefect-")
 
 # Prefect reads these when it is imported, which is later than this file.
@@ -206,3 +207,49 @@ def make_artifact(workspace: Any) -> Callable[..., Any]:
         return made
 
     return make
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """Ray, which the stage tests share and the session's end closes."""
+    from tasks.backends.cluster import cluster_session
+
+    with cluster_session():
+        yield
+
+
+@pytest.fixture(scope="module")
+def home(
+    tmp_path_factory: pytest.TempPathFactory,
+    empty_mlflow_db: Path,
+    prefect_server: None,
+    cluster: None,
+) -> Iterator[Path]:
+    """The workspace that all stage tests share: an upstream is trained once."""
+    root = tmp_path_factory.getbasetemp() / "stages"
+    if not root.exists():
+        root.mkdir()
+        shutil.copy(empty_mlflow_db, root / "mlflow.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RLHF_HOME", str(root))
+        yield root
+
+
+@pytest.fixture(scope="module")
+def preferences(home: Path) -> str:
+    """The small chain's dataset."""
+    from flows.ingest import ingest
+    from flows.options import RunOptions
+    from tasks.loading_config import load_config
+
+    return ingest(load_config(SMALL_CHAIN).ingest, RunOptions(reuse=True))
+
+
+@pytest.fixture(scope="module")
+def base(preferences: str) -> str:
+    """The small chain's base model."""
+    from flows.options import RunOptions
+    from flows.sft import sft
+    from tasks.loading_config import load_config
+
+    return sft(load_config(SMALL_CHAIN).sft, preferences, RunOptions(reuse=True))

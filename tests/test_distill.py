@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from flows.distill import distill
-from flows.ingest import ingest
 from flows.options import RunOptions
 from flows.sft import sft
 from tasks.artifacts import StudentAdapter, load_artifact
@@ -30,42 +29,6 @@ from tasks.models.tiny import TinySpec, build_tiny_model
 CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)
 SharedCases = Callable[[str], list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Ray, which the stage tests share and the session's end closes."""
-    from tasks.backends.cluster import cluster_session
-
-    with cluster_session():
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(
-    tmp_path_factory: pytest.TempPathFactory,
-    empty_mlflow_db: Path,
-    prefect_server: None,
-    cluster: None,
-) -> Iterator[Path]:
-    """The workspace that all stage tests share: an upstream is trained once."""
-    root = tmp_path_factory.getbasetemp() / "stages"
-    if not root.exists():
-        root.mkdir()
-        shutil.copy(empty_mlflow_db, root / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLHF_HOME", str(root))
-        yield root
-
-
-@pytest.fixture(scope="module")
-def preferences(home: Path) -> str:
-    return ingest(CHAIN.ingest, REUSE)
-
-
-@pytest.fixture(scope="module")
-def base(preferences: str) -> str:
-    return sft(CHAIN.sft, preferences, REUSE)
 
 
 @pytest.fixture(scope="module")

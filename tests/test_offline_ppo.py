@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
 from flows.options import RunOptions
 from flows.reward_model import train_reward_model
-from flows.sft import sft
 from tasks.artifacts import (
     PolicyCheckpoint,
     PreferenceDataset,
@@ -38,42 +34,6 @@ CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)
 # Reward components are a free table: merged, new ones would come on top of the default one.
 _PLAIN = CHAIN.offline_ppo.model_dump(exclude={"reward": {"components"}})
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Ray, which the stage tests share and the session's end closes."""
-    from tasks.backends.cluster import cluster_session
-
-    with cluster_session():
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(
-    tmp_path_factory: pytest.TempPathFactory,
-    empty_mlflow_db: Path,
-    prefect_server: None,
-    cluster: None,
-) -> Iterator[Path]:
-    """The workspace that all stage tests share: an upstream is trained once."""
-    root = tmp_path_factory.getbasetemp() / "stages"
-    if not root.exists():
-        root.mkdir()
-        shutil.copy(empty_mlflow_db, root / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLHF_HOME", str(root))
-        yield root
-
-
-@pytest.fixture(scope="module")
-def preferences(home: Path) -> str:
-    return ingest(CHAIN.ingest, REUSE)
-
-
-@pytest.fixture(scope="module")
-def base(preferences: str) -> str:
-    return sft(CHAIN.sft, preferences, REUSE)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from flows.ingest import ingest
 from flows.options import RunOptions
 from flows.reward_model import train_reward_model
 from flows.sft import sft
@@ -33,42 +31,6 @@ from tasks.reward_model import pair_rows
 
 CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Ray, which the stage tests share and the session's end closes."""
-    from tasks.backends.cluster import cluster_session
-
-    with cluster_session():
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(
-    tmp_path_factory: pytest.TempPathFactory,
-    empty_mlflow_db: Path,
-    prefect_server: None,
-    cluster: None,
-) -> Iterator[Path]:
-    """The workspace that all stage tests share: an upstream is trained once."""
-    root = tmp_path_factory.getbasetemp() / "stages"
-    if not root.exists():
-        root.mkdir()
-        shutil.copy(empty_mlflow_db, root / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLHF_HOME", str(root))
-        yield root
-
-
-@pytest.fixture(scope="module")
-def preferences(home: Path) -> str:
-    return ingest(CHAIN.ingest, REUSE)
-
-
-@pytest.fixture(scope="module")
-def base(preferences: str) -> str:
-    return sft(CHAIN.sft, preferences, REUSE)
 
 
 def _train(preferences: str, base: str, **changes: Any) -> RewardModelCheckpoint:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from flows.ingest import ingest
 from flows.options import RunOptions
 from flows.sft import sft
 from tasks.artifacts import PolicyCheckpoint, load_artifact
@@ -25,37 +23,6 @@ from tasks.sft import cloned_rows
 
 CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[None]:
-    """Ray, which the stage tests share and the session's end closes."""
-    from tasks.backends.cluster import cluster_session
-
-    with cluster_session():
-        yield
-
-
-@pytest.fixture(scope="module")
-def home(
-    tmp_path_factory: pytest.TempPathFactory,
-    empty_mlflow_db: Path,
-    prefect_server: None,
-    cluster: None,
-) -> Iterator[Path]:
-    """The workspace that all stage tests share: an upstream is trained once."""
-    root = tmp_path_factory.getbasetemp() / "stages"
-    if not root.exists():
-        root.mkdir()
-        shutil.copy(empty_mlflow_db, root / "mlflow.db")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RLHF_HOME", str(root))
-        yield root
-
-
-@pytest.fixture(scope="module")
-def preferences(home: Path) -> str:
-    return ingest(CHAIN.ingest, REUSE)
 
 
 @pytest.fixture(scope="module")
