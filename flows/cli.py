@@ -197,7 +197,11 @@ def _reported(is_debug: bool) -> Iterator[None]:
 
 
 def _fail_unexpected(error: Exception, is_debug: bool) -> None:
-    cause = f"{type(error).__name__}: {error}".strip()
+    workspace = Workspace.from_environment()
+    if workspace.is_full:
+        text = f"Workspace {workspace.root} is full. Fix: free space and try again"
+        _fail(f"{text}, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
+    cause = f"{type(error).__name__}: {error}".strip().rstrip(".")
     _fail(
         f"Unexpected failure: {cause}. Fix: run again with --debug for details.", _FAILURE, is_debug
     )

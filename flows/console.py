@@ -27,7 +27,7 @@ def print_result(console: Console, monitor: RunMonitor) -> None:
     console.print(table)
     reused = [stage for stage, outcome in outcomes.items() if outcome.reused]
     if len(reused) == len(outcomes):
-        console.print("All stages were reused: neither config, inputs nor code have changed.")
+        console.print("All stages were reused: config, inputs and code versions are the same.")
     elif reused:
         console.print(f"Reused: {', '.join(reused)}.")
     print_demo(console, outcomes)

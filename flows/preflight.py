@@ -17,6 +17,7 @@ from tasks.errors import ClusterError, ConfigError, MissingInputError
 from tasks.workspace import Workspace
 
 _CONNECT_SECONDS = 5
+REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
@@ -102,6 +103,7 @@ def check_reward_function(path: Path, name: str) -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     except (SyntaxError, UnicodeDecodeError) as error:
         raise ConfigError(f"{field}: {path} is not Python: {error}", "", "correct it") from error
+    _check_parameters(path, name, tree)
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     if name not in defined:
         raise ConfigError(
@@ -109,6 +111,21 @@ def check_reward_function(path: Path, name: str) -> None:
             f"a function {name}(data_source, solution_str, ground_truth, extra_info)",
             "define it, or set offline_ppo.reward.function_name",
         )
+
+
+def _check_parameters(path: Path, name: str, tree: ast.Module) -> None:
+    """Refuse a reward function that cannot be called with verl's four names."""
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or node.name != name:
+            continue
+        names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+        missing = [] if node.args.kwarg else sorted(set(REWARD_PARAMETERS) - set(names))
+        if missing or node.args.posonlyargs:
+            raise ConfigError(
+                f"offline_ppo.reward.function_path: {name} in {path} takes {names}",
+                f"the parameters {', '.join(REWARD_PARAMETERS)}",
+                "rename them",
+            )
 
 
 def check_model(model: ModelConfig) -> None:

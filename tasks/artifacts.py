@@ -22,7 +22,7 @@ from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
 MANIFEST_NAME = "artifact.json"
 SCHEMA_VERSION = 1
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.ENOTDIR)
-_RERUN = "run it again with --no-reuse, or restore the directory from a copy"
+_RERUN = "run the stage that made it again (--from STAGE), or restore the directory"
 
 
 class FileEntry(BaseModel):
@@ -94,6 +94,12 @@ class Artifact:
     def fingerprint(self) -> str:
         """Identity of the content: stage config, upstreams, code version."""
         return self.manifest.fingerprint
+
+    @property
+    def content_hash(self) -> str:
+        """Hash of the payload itself, for whatever is computed from its bytes."""
+        entries = sorted((name, entry.sha256) for name, entry in self.manifest.files.items())
+        return hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
     def as_parent(self) -> ParentRef:
         """Return the reference that a downstream manifest keeps."""

@@ -2,113 +2,71 @@
 
 A YAML file has one section per stage and three shared ones: ``seed``, ``runtime`` and
 ``rendering`` at the top level are defaults for every stage that has such a field and does not
-set it. Unknown keys are errors. Fields marked with ``_setting`` do not change what a stage
+set it. Unknown keys are errors. Fields marked with ``setting`` do not change what a stage
 produces (addresses, thread counts, logging) and stay out of its fingerprint.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
-Seed = Annotated[
-    int, Field(ge=0, le=2**53 - 1, description="Seed; at most 2^53 - 1, so that JSON carries it.")
+from tasks.config_shared import (
+    STAGES,
+    CheckpointConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PositiveFloat,
+    PositiveInt,
+    RenderingConfig,
+    RuntimeConfig,
+    Section,
+    Seed,
+    Share,
+    Stage,
+    TinyModelConfig,
+    check_budget,
+    check_shares,
+    setting,
+)
+
+__all__ = [
+    "STAGES",
+    "AdvantageConfig",
+    "BehaviorConfig",
+    "CheckpointConfig",
+    "CriticConfig",
+    "DemoWorldConfig",
+    "DistillConfig",
+    "EvaluateConfig",
+    "GenerationConfig",
+    "ImportanceConfig",
+    "IngestConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OfflinePPOConfig",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "PolicyLossConfig",
+    "PositiveFloat",
+    "PositiveInt",
+    "RenderingConfig",
+    "RewardConfig",
+    "RewardModelConfig",
+    "RuntimeConfig",
+    "Section",
+    "Seed",
+    "SftConfig",
+    "Share",
+    "SoftLabelConfig",
+    "Stage",
+    "StageConfig",
+    "TinyModelConfig",
+    "TrackingConfig",
+    "identity_fields",
 ]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0.0)]
-
-Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
-STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate")
-
-
-def _setting(default: Any, **kwargs: Any) -> Any:
-    """Declare a field that does not change the result of a stage."""
-    return Field(default, json_schema_extra={"identity": False}, **kwargs)
-
-
-class Section(BaseModel):
-    """Base of every configuration model: frozen, strict about unknown keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class OptimizerConfig(Section):
-    """AdamW with a warm-up and a constant or cosine schedule."""
-
-    learning_rate: PositiveFloat = 1e-4
-    schedule: Literal["constant", "cosine"] = "cosine"
-    warmup_share: Share = Field(0.05, description="Share of all steps spent warming up.")
-    min_lr_share: Share = Field(0.0, description="Where the cosine ends, as a share of the peak.")
-    weight_decay: float = Field(0.0, ge=0.0)
-    betas: tuple[float, float] = (0.9, 0.999)
-    clip_grad_norm: PositiveFloat = 1.0
-
-
-class RuntimeConfig(Section):
-    """Where and how verl workers run. The same fields serve a laptop and a GPU cluster."""
-
-    ranks: PositiveInt = Field(1, description="Data-parallel workers.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute; master weights are fp32.")
-    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    remove_padding: bool = Field(False, description="Pack rows instead of padding them.")
-    gradient_checkpointing: bool = False
-    offload: bool = Field(False, description="Weights and optimizer state in host memory.")
-    tokens_per_micro_batch: PositiveInt = Field(
-        16384, description="Padded tokens of one micro-batch per rank."
-    )
-    ray_address: str | None = _setting(
-        None, description="host:port or 'auto' of a running cluster; null starts one."
-    )
-    ray_start_timeout_seconds: PositiveInt = _setting(30)
-    cpu_threads: PositiveInt = _setting(2, description="Torch threads, shared by CPU ranks.")
-
-
-class RenderingConfig(Section):
-    """Limits of the one renderer that every stage uses."""
-
-    max_prompt_tokens: PositiveInt = 512
-    max_response_tokens: PositiveInt = 256
-    truncate_response: bool = Field(
-        False, description="Cut an over-long response instead of leaving its pair out."
-    )
-
-
-class TinyModelConfig(Section):
-    """A Llama built from scratch, with a tokenizer trained on the ingested text."""
-
-    hidden_size: PositiveInt = 128
-    n_layers: PositiveInt = 2
-    n_heads: PositiveInt = 4
-    vocab_size: PositiveInt = 512
-    max_position_embeddings: PositiveInt = 1024
-
-
-class ModelConfig(Section):
-    """Where the base model comes from."""
-
-    source: str = Field(
-        "tiny", description="'tiny', a directory in transformers format, or a hub id."
-    )
-    revision: str | None = Field(None, description="Commit, tag or branch of a hub id.")
-    tiny: TinyModelConfig = TinyModelConfig()
-
-
-class CheckpointConfig(Section):
-    """How often training state is written, so that a killed run continues."""
-
-    save_every_steps: PositiveInt = _setting(50)
-    keep: PositiveInt = _setting(2, description="Complete checkpoints kept on disk.")
-
-
-class LoraConfig(Section):
-    """A low-rank adapter (Hu et al., 2021)."""
-
-    rank: PositiveInt = 16
-    alpha: PositiveInt = 32
-    target_modules: str | tuple[str, ...] = "all-linear"
 
 
 class DemoWorldConfig(Section):
@@ -155,6 +113,18 @@ class SftConfig(StageConfig):
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_shares("batch_pairs", self.batch_pairs, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=1)
+        longest = self.rendering.max_prompt_tokens + self.rendering.max_response_tokens
+        if self.model.source == "tiny" and self.model.tiny.max_position_embeddings < longest:
+            raise ValueError(
+                f"model.tiny.max_position_embeddings {self.model.tiny.max_position_embeddings} is "
+                f"less than the {longest} tokens that rendering lets through"
+            )
+        return self
+
 
 class RewardModelConfig(StageConfig):
     """Bradley-Terry reward model on the base model's backbone."""
@@ -176,6 +146,12 @@ class RewardModelConfig(StageConfig):
     checkpoint: CheckpointConfig = CheckpointConfig()
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_shares("batch_pairs", self.batch_pairs, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=2)
+        return self
 
 
 class BehaviorConfig(Section):
@@ -218,6 +194,8 @@ class RewardConfig(Section):
             )
         if all(weight == 0.0 for weight in self.components.values()):
             raise ValueError("all component weights are zero; give at least one a weight")
+        if self.kl_target is not None and self.kl_coef == 0.0:
+            raise ValueError("kl_target adapts kl_coef, which is 0; give kl_coef a start value")
         if "function" in self.components and self.function_path is None:
             raise ValueError(
                 "component 'function' needs function_path, the Python file that defines it"
@@ -264,6 +242,14 @@ class PolicyLossConfig(Section):
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     entropy_coef: float = Field(0.0, ge=0.0)
 
+    @model_validator(mode="after")
+    def _check_dual_clip(self) -> Self:
+        if self.dual_clip < 1.0 + self.clip_high:
+            raise ValueError(
+                f"dual_clip {self.dual_clip} is below 1 + clip_high = {1.0 + self.clip_high}"
+            )
+        return self
+
 
 class OfflinePPOConfig(StageConfig):
     """Offline PPO over the stored responses, with a re-anchored proximal policy."""
@@ -284,6 +270,17 @@ class OfflinePPOConfig(StageConfig):
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_shares("batch_prompts", self.batch_prompts, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=1)
+        if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
+            raise ValueError(
+                f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
+                f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
+            )
+        return self
+
 
 class GenerationConfig(Section):
     """Sampling."""
@@ -291,7 +288,7 @@ class GenerationConfig(Section):
     temperature: float = Field(1.0, ge=0.0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     max_new_tokens: PositiveInt = 64
-    batch_size: PositiveInt = _setting(128)
+    batch_size: PositiveInt = setting(128)
 
 
 class SoftLabelConfig(Section):
@@ -327,6 +324,8 @@ class DistillConfig(StageConfig):
 
     @model_validator(mode="after")
     def _check_student(self) -> DistillConfig:
+        check_shares("batch_rows", self.batch_rows, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=1)
         if (self.student == "model") != (self.model is not None):
             raise ValueError("give `model` exactly when `student` is 'model'")
         if self.model is not None and self.model.source == "tiny":
@@ -364,17 +363,17 @@ class EvaluateConfig(StageConfig):
 class TrackingConfig(Section):
     """Where runs are recorded. The defaults need no server."""
 
-    tracking_uri: str | None = _setting(
+    tracking_uri: str | None = setting(
         None, description="MLflow address; null is the workspace's database."
     )
-    experiment: str = _setting("rlhf-flows")
+    experiment: str = setting("rlhf-flows")
 
 
 class PipelineConfig(Section):
     """The chain."""
 
-    name: str = _setting("rlhf", min_length=1)
-    reuse: bool = _setting(True, description="Reuse a stage whose fingerprint exists and verifies.")
+    name: str = setting("rlhf", min_length=1)
+    reuse: bool = setting(True, description="Reuse a stage whose fingerprint exists and verifies.")
     tracking: TrackingConfig = TrackingConfig()
     ingest: IngestConfig = IngestConfig()
     sft: SftConfig = SftConfig()

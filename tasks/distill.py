@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, StudentAdapter
+from tasks.backends.behavior import NUMERIC_FIELDS
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.cluster import resolve_device
 from tasks.backends.generation import EndTokens, TransformersGenerator
@@ -102,15 +103,15 @@ def _teacher_labels(
     already."""
     soft = cfg.soft_labels
     identity = [
-        policy.fingerprint,
-        ctx.inputs["preferences"].fingerprint,
+        policy.content_hash,
+        ctx.inputs["preferences"].content_hash,
         renderer.fingerprint,
         cfg.data,
         str(soft.tau),
         str(soft.top_k),
         str(cfg.seed),
         cfg.generation.model_dump_json(),
-        cfg.runtime.model_dump_json(include={"dtype", "ranks"}),
+        cfg.runtime.model_dump_json(include=NUMERIC_FIELDS),
     ]
     key = hashlib.sha256("|".join(identity).encode()).hexdigest()
     file = ctx.workspace.cache_dir / "teacher" / f"{key[:16]}.parquet"

@@ -13,6 +13,7 @@ from tasks.errors import WorkspaceError
 HOME_VARIABLE = "RLHF_HOME"
 DEFAULT_HOME = "var"
 MIN_FREE_BYTES = 512 * 2**20
+FULL_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Workspace:
     def prefect_home(self) -> Path:
         """Directory of the temporary Prefect server's state."""
         return self.root / "prefect"
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk under the root has less than `FULL_BYTES` left."""
+        return self.root.exists() and shutil.disk_usage(self.root).free < FULL_BYTES
 
     def prepare(self) -> None:
         """Create the root and prove that it can be written.

@@ -21,6 +21,8 @@ from tasks.errors import DataError
 REFERENCE = "reference"
 CLONE = "behavior"
 FOLDS = 2
+# Runtime settings on which the last digits of a log-probability depend.
+NUMERIC_FIELDS = {"device", "dtype", "attention", "ranks", "remove_padding"}
 
 
 def reference_logprobs(
@@ -137,11 +139,11 @@ def _base_dir(ctx: StageContext) -> str:
 
 
 def _identity(ctx: StageContext, cfg: OfflinePPOConfig, policy: str) -> list[str]:
-    runtime = cfg.runtime.model_dump_json(include={"dtype", "attention", "ranks", "remove_padding"})
+    runtime = cfg.runtime.model_dump_json(include=NUMERIC_FIELDS)
     return [
         policy,
-        ctx.inputs["preferences"].fingerprint,
-        ctx.inputs["base"].fingerprint,
+        ctx.inputs["preferences"].content_hash,
+        ctx.inputs["base"].content_hash,
         str(ctx.draft.renderer_fingerprint),
         runtime,
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tasks.backends.roles import HostSpec
 from tasks.config import RuntimeConfig
@@ -80,6 +82,14 @@ def connect(runtime: RuntimeConfig) -> None:
         "runtime_env": {"env_vars": worker_environment(device)},
     }
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+    with _own_signal_handler():
+        _start_or_join(runtime, options)
+
+
+def _start_or_join(runtime: RuntimeConfig, options: dict[str, Any]) -> None:
+    import ray
+
+    address = runtime.ray_address
     if address is None:
         n_cpus = max(2, runtime.ranks + 1, os.cpu_count() or 1)
         # "local": without it Ray joins a cluster that somebody started on this machine.
@@ -95,6 +105,18 @@ def connect(runtime: RuntimeConfig) -> None:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_answer(address, str(error)) from error
+
+
+@contextlib.contextmanager
+def _own_signal_handler() -> Iterator[None]:
+    """Keep this process's answer to SIGTERM, which Ray replaces by an abort with a native dump."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _use_token() -> None:

@@ -2,8 +2,7 @@
 
 A window is the batches between two snapshots. At its start the current policy becomes the proximal
 one: its log-probabilities of all responses of the window are computed once, which is all that a
-    snapshot is needed for, so no
-second copy of the model exists.
+snapshot is needed for, so no second copy of the model exists.
 """
 
 from __future__ import annotations
@@ -212,15 +211,18 @@ class PPOLoop:
         self.log.metrics(readable, step)
         self.log.progress(step, self.cfg.steps, f"ESS {readable['ess_share']:.2f}")
 
-    def _advantages(self, batch: Minibatch) -> tuple[Tensor, Tensor | None]:
-        """Return (B, T) advantages and, with a critic, (B, T) returns."""
-        rewards = token_level_rewards(
+    def _token_rewards(self, batch: Minibatch) -> Tensor:
+        return token_level_rewards(
             self.data.rewards[list(batch.indices)],
             batch.proximal_logprobs,
             pad([self.data.ref_logprobs[i] for i in batch.indices]) if self.kl_coef else None,
             batch.mask,
             kl_coef=self.kl_coef,
         )
+
+    def _advantages(self, batch: Minibatch) -> tuple[Tensor, Tensor | None]:
+        """Return (B, T) advantages and, with a critic, (B, T) returns."""
+        rewards = self._token_rewards(batch)
         if batch.values is not None:
             return gae_of(self.cfg.advantage, rewards, batch.values, batch.mask)
         groups = self.group_of[list(batch.indices)]
@@ -270,8 +272,15 @@ class PPOLoop:
             self.log.metrics({f"critic_warmup/{k}": v for k, v in per_unit(metrics).items()}, step)
             self.log.progress(step, steps, "critic warm-up")
         batch = self._window(min(4, self._window_steps))[-1]
-        _, returns = self._advantages(batch)
-        assert batch.values is not None and returns is not None
+        assert batch.values is not None
+        # Lambda 1: returns that do not lean on the values which they judge.
+        _, returns = generalized_advantage_estimate(
+            self._token_rewards(batch),
+            batch.values,
+            batch.mask,
+            gamma=self.cfg.advantage.gamma,
+            gae_lambda=1.0,
+        )
         explained = float(explained_variance(batch.values, returns, batch.mask))
         self.log.metrics({"critic_explained_variance": explained}, 0)
         if explained <= 0.0 and not self.cfg.critic.force:

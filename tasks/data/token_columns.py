@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,7 +55,7 @@ def write_token_columns(path: Path, columns: TokenColumns, key: str) -> None:
         {_KEY_FIELD: key.encode(), _MATRICES_FIELD: ",".join(_matrices(columns)).encode()}
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{path.name}")
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
     pq.write_table(table, temporary, compression="zstd")
     temporary.rename(path)
 

@@ -1,0 +1,139 @@
+"""Sections that several stages share, and the checks between their fields."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Seed = Annotated[
+    int, Field(ge=0, le=2**53 - 1, description="Seed; at most 2^53 - 1, so that JSON carries it.")
+]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0.0)]
+
+Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
+STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate")
+
+
+def setting(default: Any, **kwargs: Any) -> Any:
+    """Declare a field that does not change the result of a stage."""
+    return Field(default, json_schema_extra={"identity": False}, **kwargs)
+
+
+class Section(BaseModel):
+    """Base of every configuration model: frozen, strict about unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW with a warm-up and a constant or cosine schedule."""
+
+    learning_rate: PositiveFloat = 1e-4
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_share: Share = Field(0.05, description="Share of all steps spent warming up.")
+    min_lr_share: Share = Field(0.0, description="Where the cosine ends, as a share of the peak.")
+    weight_decay: float = Field(0.0, ge=0.0)
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    clip_grad_norm: PositiveFloat = 1.0
+
+
+class RuntimeConfig(Section):
+    """Where and how verl workers run. The same fields serve a laptop and a GPU cluster."""
+
+    ranks: PositiveInt = Field(1, description="Data-parallel workers.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute; master weights are fp32.")
+    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    remove_padding: bool = Field(False, description="Pack rows instead of padding them.")
+    gradient_checkpointing: bool = False
+    offload: bool = Field(False, description="Weights and optimizer state in host memory.")
+    tokens_per_micro_batch: PositiveInt = Field(
+        16384, description="Padded tokens of one micro-batch per rank."
+    )
+    ray_address: str | None = setting(
+        None, description="host:port or 'auto' of a running cluster; null starts one."
+    )
+    ray_start_timeout_seconds: PositiveInt = setting(30)
+    cpu_threads: PositiveInt = setting(2, description="Torch threads, shared by CPU ranks.")
+
+
+class RenderingConfig(Section):
+    """Limits of the one renderer that every stage uses."""
+
+    max_prompt_tokens: PositiveInt = 512
+    max_response_tokens: PositiveInt = 256
+    truncate_response: bool = Field(
+        False, description="Cut an over-long response instead of leaving its pair out."
+    )
+
+
+class TinyModelConfig(Section):
+    """A Llama built from scratch, with a tokenizer trained on the ingested text."""
+
+    hidden_size: PositiveInt = 128
+    n_layers: PositiveInt = 2
+    n_heads: PositiveInt = 4
+    vocab_size: PositiveInt = 512
+    max_position_embeddings: PositiveInt = 1024
+
+    @model_validator(mode="after")
+    def _check_heads(self) -> Self:
+        if self.hidden_size % self.n_heads or self.hidden_size // self.n_heads % 2:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} / n_heads {self.n_heads} must be whole and even"
+            )
+        return self
+
+
+class ModelConfig(Section):
+    """Where the base model comes from."""
+
+    source: str = Field(
+        "tiny", description="'tiny', a directory in transformers format, or a hub id."
+    )
+    revision: str | None = Field(None, description="Commit, tag or branch of a hub id.")
+    tiny: TinyModelConfig = TinyModelConfig()
+
+
+class CheckpointConfig(Section):
+    """How often training state is written, so that a killed run continues."""
+
+    save_every_steps: PositiveInt = setting(50)
+    keep: PositiveInt = setting(2, description="Complete checkpoints kept on disk.")
+
+
+class LoraConfig(Section):
+    """A low-rank adapter (Hu et al., 2021)."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveInt = 32
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+def check_shares(field: str, units: int, runtime: RuntimeConfig) -> None:
+    """Refuse a batch that the ranks cannot share evenly.
+
+    Raises:
+        ValueError: naming both fields.
+    """
+    if units % runtime.ranks:
+        raise ValueError(f"{field} {units} is not a multiple of runtime.ranks {runtime.ranks}")
+
+
+def check_budget(rendering: RenderingConfig, runtime: RuntimeConfig, rows: int) -> None:
+    """Refuse a micro-batch budget that the longest group of rows exceeds.
+
+    Raises:
+        ValueError: naming the budget and what it must hold.
+    """
+    longest = rows * (rendering.max_prompt_tokens + rendering.max_response_tokens)
+    if runtime.tokens_per_micro_batch < longest:
+        raise ValueError(
+            f"runtime.tokens_per_micro_batch {runtime.tokens_per_micro_batch} is less than the "
+            f"{longest} tokens that {rows} row(s) may have; raise it or lower rendering limits"
+        )
