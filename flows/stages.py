@@ -47,10 +47,10 @@ _POLICY = InputSpec("offline_ppo", PolicyCheckpoint)
 _STUDENT = InputSpec("distill", StudentAdapter)
 
 STAGE_SPECS: Mapping[Stage, StageSpec] = {
-    "ingest": StageSpec(PreferenceDataset, 1, {}),
+    "ingest": StageSpec(PreferenceDataset, 2, {}),
     "sft": StageSpec(PolicyCheckpoint, 1, {"preferences": _PREFERENCES}),
     "reward_model": StageSpec(
-        RewardModelCheckpoint, 1, {"preferences": _PREFERENCES, "base": _BASE}
+        RewardModelCheckpoint, 2, {"preferences": _PREFERENCES, "base": _BASE}
     ),
     "offline_ppo": StageSpec(
         PolicyCheckpoint,

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -140,21 +140,61 @@ class PolicyCheckpoint(Artifact):
 
 
 @dataclass(frozen=True)
+class RewardComponent:
+    """One kind of reward: the mean score of its members.
+
+    Args:
+        name: for instance ``preference`` or ``harmlessness``.
+        member_dirs: one-label token classifiers in transformers format, at least one.
+        mean: of the scores of the training responses.
+        std: of the same scores.
+    """
+
+    name: str
+    member_dirs: tuple[Path, ...]
+    mean: float
+    std: float
+
+
+@dataclass(frozen=True)
 class RewardModelCheckpoint(Artifact):
-    """A one-label token classifier under ``model/`` and its score statistics in ``reward.json``."""
+    """Reward components: members under ``members/<component>-<index>/``, statistics in
+    ``reward.json``."""
 
     KIND: ClassVar[str] = "reward_model_checkpoint"
 
     @property
-    def model_dir(self) -> Path:
-        """Directory that transformers loads."""
-        return self.path / "model"
+    def components(self) -> dict[str, RewardComponent]:
+        """What `write_reward_components` wrote, in its order."""
+        loaded = json.loads((self.path / "reward.json").read_text())
+        return {
+            name: RewardComponent(
+                name,
+                tuple(self.path / member for member in record["members"]),
+                record["mean"],
+                record["std"],
+            )
+            for name, record in loaded["components"].items()
+        }
 
     @property
-    def statistics(self) -> dict[str, float]:
-        """Mean and standard deviation of the scores of the training responses."""
-        loaded: dict[str, float] = json.loads((self.path / "reward.json").read_text())
-        return loaded
+    def model_dir(self) -> Path:
+        """The first member, for what starts from the reward model's backbone."""
+        return next(iter(self.components.values())).member_dirs[0]
+
+
+def write_reward_components(directory: Path, components: Iterable[RewardComponent]) -> None:
+    """Write ``reward.json`` beside the members, which must lie under ``directory``."""
+    records = {
+        component.name: {
+            "members": [str(member.relative_to(directory)) for member in component.member_dirs],
+            "mean": component.mean,
+            "std": component.std,
+        }
+        for component in components
+    }
+    text = json.dumps({"components": records}, indent=2) + "\n"
+    (directory / "reward.json").write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)

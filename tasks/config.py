@@ -12,6 +12,16 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from tasks.config_offline_ppo import (
+    AdvantageConfig,
+    BehaviorConfig,
+    CriticConfig,
+    ImportanceConfig,
+    OfflinePPOConfig,
+    PolicyLossConfig,
+    RewardConfig,
+    WeightSearchConfig,
+)
 from tasks.config_shared import (
     STAGES,
     CheckpointConfig,
@@ -26,6 +36,7 @@ from tasks.config_shared import (
     Seed,
     Share,
     Stage,
+    StageConfig,
     TinyModelConfig,
     check_budget,
     check_shares,
@@ -65,6 +76,7 @@ __all__ = [
     "StageConfig",
     "TinyModelConfig",
     "TrackingConfig",
+    "WeightSearchConfig",
     "identity_fields",
 ]
 
@@ -76,12 +88,6 @@ class DemoWorldConfig(Section):
     flip_rate: float = Field(
         0.1, ge=0.0, lt=0.5, description="Share of pairs whose label is wrong on purpose."
     )
-
-
-class StageConfig(Section):
-    """Fields that every stage has."""
-
-    seed: Seed = 0
 
 
 class IngestConfig(StageConfig):
@@ -151,134 +157,6 @@ class RewardModelConfig(StageConfig):
     def _check(self) -> Self:
         check_shares("batch_pairs", self.batch_pairs, self.runtime)
         check_budget(self.rendering, self.runtime, rows=2)
-        return self
-
-
-class BehaviorConfig(Section):
-    """Which policy wrote the data."""
-
-    policy: Literal["reference", "cloned"] = Field(
-        "reference",
-        description="reference: the base model; cloned: two-fold cross-fitted behaviour cloning.",
-    )
-    clone_epochs: PositiveFloat = 1.0
-    clone_batch_pairs: PositiveInt = 32
-    clone_optimizer: OptimizerConfig = OptimizerConfig()
-
-
-class RewardConfig(Section):
-    """What a response is worth."""
-
-    components: dict[str, float] = Field(
-        {"reward_model": 1.0},
-        description="Weights of: reward_model, labels (+1 chosen, -1 rejected), function.",
-    )
-    function_path: str | None = Field(None, description="Python file with the reward function.")
-    function_name: str = "reward_fn"
-    normalize: Literal["standardize", "unit_range", "raw", "binary"] = "standardize"
-    clip: PositiveFloat = 5.0
-    center: Literal["none", "prompt"] = "none"
-    kl_coef: float = Field(0.0, ge=0.0, description="KL-in-reward coefficient per token; 0 is off.")
-    kl_target: PositiveFloat | None = Field(
-        None, description="Adapt kl_coef towards this KL per token."
-    )
-    kl_horizon: PositiveInt = 10_000
-
-    @model_validator(mode="after")
-    def _check_components(self) -> RewardConfig:
-        known = {"reward_model", "labels", "function"}
-        unknown = set(self.components) - known
-        if unknown or not self.components:
-            raise ValueError(
-                f"unknown components {sorted(unknown)}; choose one or more of {sorted(known)}"
-            )
-        if all(weight == 0.0 for weight in self.components.values()):
-            raise ValueError("all component weights are zero; give at least one a weight")
-        if self.kl_target is not None and self.kl_coef == 0.0:
-            raise ValueError("kl_target adapts kl_coef, which is 0; give kl_coef a start value")
-        if "function" in self.components and self.function_path is None:
-            raise ValueError(
-                "component 'function' needs function_path, the Python file that defines it"
-            )
-        return self
-
-
-class AdvantageConfig(Section):
-    """How rewards become advantages."""
-
-    estimator: Literal["group", "rloo", "gae", "reinforce_pp"] = "group"
-    normalize_std: bool = Field(
-        True, description="Divide the group advantage by the group's standard deviation."
-    )
-    gamma: float = Field(1.0, gt=0.0, le=1.0)
-    gae_lambda: float | Literal["adaptive"] = 0.95
-    whiten: bool = False
-
-
-class CriticConfig(Section):
-    """The value function, used by ``estimator: gae`` only."""
-
-    warmup_steps: PositiveInt = Field(40, description="Steps on returns with the policy frozen.")
-    value_clip: PositiveFloat = 0.2
-    force: bool = Field(
-        False, description="Go on although the warmed-up critic explains no variance."
-    )
-    optimizer: OptimizerConfig = OptimizerConfig()
-
-
-class ImportanceConfig(Section):
-    """Truncated weights between the frozen proximal and the behaviour policy."""
-
-    level: Literal["sequence", "geometric", "token"] = "sequence"
-    cap: float = Field(2.0, ge=1.0)
-
-
-class PolicyLossConfig(Section):
-    """Clipped surrogate with a lower bound for negative advantages."""
-
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(0.2, gt=0.0)
-    dual_clip: float = Field(3.0, gt=1.0)
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    entropy_coef: float = Field(0.0, ge=0.0)
-
-    @model_validator(mode="after")
-    def _check_dual_clip(self) -> Self:
-        if self.dual_clip < 1.0 + self.clip_high:
-            raise ValueError(
-                f"dual_clip {self.dual_clip} is below 1 + clip_high = {1.0 + self.clip_high}"
-            )
-        return self
-
-
-class OfflinePPOConfig(StageConfig):
-    """Offline PPO over the stored responses, with a re-anchored proximal policy."""
-
-    steps: PositiveInt = 80
-    batch_prompts: PositiveInt = 64
-    reanchor_steps: int = Field(
-        8, ge=0, description="Steps between snapshots of the proximal policy; 0 never moves it."
-    )
-    behavior: BehaviorConfig = BehaviorConfig()
-    reward: RewardConfig = RewardConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
-    critic: CriticConfig = CriticConfig()
-    importance: ImportanceConfig = ImportanceConfig()
-    loss: PolicyLossConfig = PolicyLossConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    rendering: RenderingConfig = RenderingConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_shares("batch_prompts", self.batch_prompts, self.runtime)
-        check_budget(self.rendering, self.runtime, rows=1)
-        if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
-            raise ValueError(
-                f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
-                f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
-            )
         return self
 
 

@@ -30,6 +30,12 @@ class Section(BaseModel):
     )
 
 
+class StageConfig(Section):
+    """Fields that every stage has."""
+
+    seed: Seed = 0
+
+
 class OptimizerConfig(Section):
     """AdamW with a warm-up and a constant or cosine schedule."""
 
@@ -50,6 +56,9 @@ class RuntimeConfig(Section):
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute; master weights are fp32.")
     attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
     remove_padding: bool = Field(False, description="Pack rows instead of padding them.")
+    share_prompts: bool = Field(
+        True, description="Compute the prompt of several responses once, where the model allows it."
+    )
     gradient_checkpointing: bool = False
     offload: bool = Field(False, description="Weights and optimizer state in host memory.")
     tokens_per_micro_batch: PositiveInt = Field(
@@ -94,7 +103,9 @@ class ModelConfig(Section):
     """Where the base model comes from."""
 
     source: str = Field(
-        "tiny", description="'tiny', a directory in transformers format, or a hub id."
+        "tiny",
+        description="'tiny', a directory in transformers format, a hub id, or "
+        "'package:smollm2-135m': a wheel of the package index, converted once.",
     )
     revision: str | None = Field(None, description="Commit, tag or branch of a hub id.")
     tiny: TinyModelConfig = TinyModelConfig()

@@ -20,8 +20,9 @@ from tasks.artifacts import (
     RewardModelCheckpoint,
     StudentAdapter,
 )
-from tasks.backends.judging import Prompt, Reply, RewardJudge, Speaker
+from tasks.backends.reward_scoring import RewardScorer
 from tasks.backends.session import open_session
+from tasks.backends.speaking import Prompt, Reply, Speaker
 from tasks.backends.trajectories import response_rows
 from tasks.config import EvaluateConfig
 from tasks.context import StageContext
@@ -65,7 +66,7 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
     questions = _questions(ctx, cfg)
     prompts = _held_out_prompts(preferences, cfg.held_out_prompts)
     session = open_session(cfg.runtime)
-    judge = RewardJudge.load(session, reward_model.model_dir, reward_model.statistics)
+    judge = RewardScorer.load(session, reward_model)
     heard: dict[str, _Heard] = {}
     for name, model_dir in models.items():
         ctx.log.progress(len(heard), len(models), f"{name} answers")
@@ -100,16 +101,16 @@ class _Heard:
             for key in sorted(self.first)
         ]
 
-    def judge(self, judge: RewardJudge) -> None:
+    def judge(self, judge: RewardScorer) -> None:
         """Score every answer and every held-out response."""
         turns = [(key, turn) for turn in (1, 2) for key in sorted(self.first)]
         replies = [(self.first if turn == 1 else self.second)[key] for key, turn in turns]
-        values = judge.score([reply.row for reply in replies]).tolist()
+        values = judge.score([reply.row for reply in replies]).total.tolist()
         self.judgments = [
             Score(key, self.name, turn, value, JUDGE, tstamp=time.time())
             for (key, turn), value in zip(turns, values, strict=True)
         ]
-        self.held_out_scores = judge.score([reply.row for reply in self.held_out]).tolist()
+        self.held_out_scores = judge.score([reply.row for reply in self.held_out]).total.tolist()
 
 
 def _one_renderer(
@@ -208,7 +209,7 @@ def _summary(judged: Sequence[Score], category_of: Mapping[int, str]) -> dict[st
 
 
 def _demo(
-    judge: RewardJudge,
+    judge: RewardScorer,
     preferences: PreferenceDataset,
     renderer: Renderer,
     prompts: Sequence[Prompt],
@@ -218,7 +219,7 @@ def _demo(
     pairs = read_pairs(preferences, "test")
     rendered, _ = render_pairs(pairs, renderer)
     kept = {pair.pair_id for pair in rendered}
-    scores = judge.score(response_rows(rendered))
+    scores = judge.score(response_rows(rendered)).total
     judged = [pair for pair in pairs if pair.pair_id in kept]
     return {
         "oracle_good_rate": {

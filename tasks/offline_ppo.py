@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,27 +12,18 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
-from tasks.backends.behavior import behavior_logprobs, reference_logprobs
+from tasks.backends.behavior import behavior_logprobs, check_logged, reference_logprobs
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.ppo_loop import ACTOR, CRITIC, PPOLoop
-from tasks.backends.rewards import (
-    ScoreStatistics,
-    function_scores,
-    load_reward_function,
-    rewards_of,
-)
+from tasks.backends.reward_components import ComponentScorer, check_components, find_weights
+from tasks.backends.rewards import rewards_of
 from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session, open_session
-from tasks.backends.trajectories import Trajectories, prompt_groups, response_rows
+from tasks.backends.trajectories import Responses, Trajectories, prompt_groups
 from tasks.config import OfflinePPOConfig
 from tasks.context import StageContext
-from tasks.data.hh import Pair
-from tasks.data.pairs import read_pairs
-from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.data.rendering import Renderer
 from tasks.data.token_columns import TokenColumns, write_token_columns
-from tasks.errors import DataError
-
-REWARD = "reward"
 
 
 @task(name="train-policy", cache_policy=NO_CACHE)
@@ -50,19 +41,19 @@ def train_policy(
     """
     renderer = _same_renderer(cfg, reward_model, base)
     ctx.draft.renderer_fingerprint = renderer.fingerprint
-    if "function" in cfg.reward.components:
-        load_reward_function(str(cfg.reward.function_path), cfg.reward.function_name)
-    pairs = read_pairs(preferences, "train")
-    rendered, left_out = render_pairs(pairs, renderer)
-    if not rendered:
-        raise DataError(
-            f"No training pair fits the renderer: {left_out}", "some", "raise rendering limits"
-        )
-    ctx.draft.counts |= {"train_pairs": len(rendered), "steps": cfg.steps, **left_out}
+    check_components(cfg.reward, reward_model)
+    train = Responses.of(preferences, "train", renderer)
+    ctx.draft.counts |= {"train_pairs": len(train.pairs), "steps": cfg.steps, **train.left_out}
+    if cfg.behavior.policy == "logged":
+        check_logged(train.pairs)
 
     session = open_session(cfg.runtime)
-    kept = {pair.pair_id for pair in rendered}
-    data = _collect(ctx, cfg, session, rendered, [pair for pair in pairs if pair.pair_id in kept])
+    scorer = ComponentScorer(cfg.reward, session, reward_model)
+    weights = dict(cfg.reward.components)
+    if cfg.reward.search is not None:
+        held_out = Responses.of(preferences, "validation", renderer)
+        weights = _search_weights(ctx, scorer, held_out)
+    data = _collect(ctx, cfg, train, scorer, weights)
     session.drop()
     session.load(*_trained_roles(cfg, reward_model, base))
     loop = PPOLoop(
@@ -103,54 +94,40 @@ def _trained_roles(
     return [actor, critic]
 
 
+def _search_weights(
+    ctx: StageContext, scorer: ComponentScorer, held_out: Responses
+) -> dict[str, float]:
+    values = scorer.score(held_out.pairs, held_out.rows).values
+    weights, best = find_weights(scorer.cfg, values, ctx.log)
+    ctx.draft.metrics |= {
+        "search_validation_log_loss": best.log_loss,
+        "search_validation_accuracy": best.accuracy,
+    }
+    return weights
+
+
 def _collect(
     ctx: StageContext,
     cfg: OfflinePPOConfig,
-    session: Session,
-    rendered: Sequence[RenderedPair],
-    pairs: Sequence[Pair],
+    train: Responses,
+    scorer: ComponentScorer,
+    weights: Mapping[str, float],
 ) -> Trajectories:
     """Compute, or read back, all that is known of the stored responses before training."""
-    rows, groups = response_rows(rendered), prompt_groups(rendered)
+    session, rows, groups = scorer.session, train.rows, prompt_groups(train.rendered)
     group_ids = torch.zeros(len(rows), dtype=torch.long)
     for group, members in enumerate(groups):
         group_ids[members] = group
     ref = reference_logprobs(ctx, cfg, session, rows)
-    behavior = behavior_logprobs(ctx, cfg, session, rendered, ref)
-    reward_model = ctx.inputs["reward_model"]
-    assert isinstance(reward_model, RewardModelCheckpoint)
-    saved = reward_model.statistics
-    rewards = rewards_of(
-        cfg.reward,
-        _components(cfg, session, reward_model, rows, pairs),
-        ScoreStatistics(saved["mean"], saved["std"]),
-        group_ids,
-    )
+    behavior = behavior_logprobs(ctx, cfg, session, train, ref)
+    components = scorer.score(train.pairs, rows)
+    rewards = rewards_of(cfg.reward, components.values, weights, group_ids)
+    ctx.draft.metrics |= {f"weight_{name}": weight for name, weight in weights.items()}
     right = rewards[0::2] > rewards[1::2]
     ctx.draft.metrics["reward_agrees_with_label"] = float(right.float().mean())
-    return Trajectories(rows, groups, rewards, behavior, ref)
-
-
-def _components(
-    cfg: OfflinePPOConfig,
-    session: Session,
-    reward_model: RewardModelCheckpoint,
-    rows: Sequence[Row],
-    pairs: Sequence[Pair],
-) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    wanted = cfg.reward.components
-    if "reward_model" in wanted:
-        session.load(
-            RoleSpec(REWARD, "value_model", str(reward_model.model_dir), trained_head=True)
-        )
-        found["reward_model"] = session.scores(REWARD, rows)
-    if "labels" in wanted:
-        found["labels"] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
-    if "function" in wanted:
-        function = load_reward_function(str(cfg.reward.function_path), cfg.reward.function_name)
-        found["function"] = function_scores(function, pairs)
-    return found
+    if components.disagreement is not None:
+        ctx.draft.metrics["reward_disagreement"] = float(components.disagreement.mean())
+    return Trajectories(rows, groups, rewards, behavior, ref, components)
 
 
 def _drift(session: Session, data: Trajectories) -> dict[str, float]:
@@ -166,16 +143,22 @@ def _drift(session: Session, data: Trajectories) -> dict[str, float]:
 
 def _write(session: Session, data: Trajectories, key: str, directory: Path) -> None:
     session.export(ACTOR, directory / "model")
+    of_responses = {"reward": data.rewards}
+    of_responses |= {f"component.{name}": v for name, v in data.components.values.items()}
+    if data.components.disagreement is not None:
+        of_responses["reward_disagreement"] = data.components.disagreement
     columns = TokenColumns(
         [row.prompt_ids for row in data.rows],
         [row.response_ids for row in data.rows],
         {
             "behavior_logprobs": list(data.behavior_logprobs),
             "ref_logprobs": list(data.ref_logprobs),
-            "reward": [
-                reward.expand(len(row.response_ids))
-                for reward, row in zip(data.rewards, data.rows, strict=True)
-            ],
+            **{name: _on_tokens(values, data.rows) for name, values in of_responses.items()},
         },
     )
     write_token_columns(directory / "trajectories.parquet", columns, key)
+
+
+def _on_tokens(values: Tensor, rows: Sequence[Row]) -> list[Tensor]:
+    """Repeat what belongs to a whole response at each of its tokens."""
+    return [value.expand(len(row.response_ids)) for value, row in zip(values, rows, strict=True)]

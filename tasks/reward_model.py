@@ -20,7 +20,13 @@ from tasks.algorithms.reward_losses import (
     split_interleaved,
 )
 from tasks.algorithms.samplers import LengthGroupedSampler
-from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
+from tasks.artifacts import (
+    PolicyCheckpoint,
+    PreferenceDataset,
+    RewardComponent,
+    RewardModelCheckpoint,
+    write_reward_components,
+)
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.roles import Batch, RoleSpec, Row
 from tasks.backends.session import Session, open_session
@@ -66,9 +72,9 @@ def train_reward_model(
         session.load(
             RoleSpec(ROLE, "value_model", str(best.directory), cfg.seed, trained_head=True)
         )
-    statistics = _score_statistics(session, train)
-    ctx.draft.metrics |= _report(session, splits) | statistics
-    return ctx.publish(RewardModelCheckpoint, partial(_write, session, statistics))
+    mean, std = _score_statistics(session, train)
+    ctx.draft.metrics |= _report(session, splits) | {"score_mean": mean, "score_std": std}
+    return ctx.publish(RewardModelCheckpoint, partial(_write, session, mean, std))
 
 
 def pair_rows(pairs: Sequence[RenderedPair]) -> list[Row]:
@@ -193,7 +199,7 @@ def _report(session: Session, splits: dict[str, list[RenderedPair]]) -> dict[str
     return metrics
 
 
-def _score_statistics(session: Session, train: Sequence[RenderedPair]) -> dict[str, float]:
+def _score_statistics(session: Session, train: Sequence[RenderedPair]) -> tuple[float, float]:
     """Return mean and standard deviation of the scores of all training responses."""
     scores = session.scores(ROLE, pair_rows(train))
     mean, std = float(scores.mean()), float(scores.std())
@@ -204,10 +210,10 @@ def _score_statistics(session: Session, train: Sequence[RenderedPair]) -> dict[s
             "scores that differ",
             "train longer, raise the learning rate, or look at the data",
         )
-    return {"score_mean": mean, "score_std": std}
+    return mean, std
 
 
-def _write(session: Session, statistics: dict[str, float], directory: Path) -> None:
-    session.export(ROLE, directory / "model")
-    record = {"mean": statistics["score_mean"], "std": statistics["score_std"]}
-    (directory / "reward.json").write_text(json.dumps(record, indent=2) + "\n")
+def _write(session: Session, mean: float, std: float, directory: Path) -> None:
+    member = directory / "members" / "preference-0"
+    session.export(ROLE, member)
+    write_reward_components(directory, [RewardComponent("preference", (member,), mean, std)])

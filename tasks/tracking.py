@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import time
 import urllib.error
 import urllib.request
 import warnings
@@ -204,6 +205,20 @@ class Tracker:
         self.log_text(run_id, json.dumps(config, indent=2, sort_keys=True), "config.json")
         self.log_params(run_id, flat_params(config))
         return run_id
+
+    def log_trial(
+        self, parent_id: str, name: str, params: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> None:
+        """Record a finished attempt of a search as a run nested under its parent."""
+        tags = {"mlflow.parentRunId": parent_id, "trial_of": parent_id}
+        with _translated(self.tracking_uri):
+            client = _client(self.tracking_uri)
+            trial_id = client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
+            now_ms = time.time_ns() // 1_000_000
+            points = [Metric(key, value, now_ms, 0) for key, value in metrics.items()]
+            entries = [Param(key, f"{value:g}") for key, value in params.items()]
+            client.log_batch(trial_id, metrics=points, params=entries)
+            client.set_terminated(trial_id)
 
     def reopen(self, run_id: str) -> None:
         """Set an ended run to RUNNING again, for a retry of the same Prefect flow run."""

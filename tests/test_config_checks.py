@@ -26,6 +26,33 @@ from tasks.errors import ConfigError
             {"reward": {"kl_target": 0.1, "kl_coef": 0.1, "kl_horizon": 4}},
             "kl_horizon 4 is too short",
         ),
+        (
+            OfflinePPOConfig,
+            {"behavior": {"policy": "logged"}, "importance": {"level": "token"}},
+            "'logged' knows one log-probability per response",
+        ),
+        (
+            OfflinePPOConfig,
+            {"behavior": {"policy": "logged"}, "rendering": {"truncate_response": True}},
+            "'logged' knows whole responses",
+        ),
+        (
+            OfflinePPOConfig,
+            {"reward": {"components": {"labels": 1.0, "reward_model": 1.0}, "search": {}}},
+            "judges weights by the labels",
+        ),
+        (OfflinePPOConfig, {"reward": {"search": {}}}, r"makes 1 grid point\(s\), not 2 to 500"),
+        (
+            OfflinePPOConfig,
+            {
+                "reward": {
+                    "components": {f"reward_model.c{k}": 1.0 for k in range(6)},
+                    "search": {"resolution": 10},
+                }
+            },
+            # C(15, 5) = 3003
+            r"over 6 component\(s\) makes 3003",
+        ),
         (SftConfig, {"epochs": float("inf")}, "finite number"),
         (SftConfig, {"optimizer": {"betas": [2.0, -1.0]}}, "betas"),
         (

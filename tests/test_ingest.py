@@ -41,6 +41,10 @@ class ListLog:
     def event(self, name: str, message: str) -> None:
         self.events.append(f"{name}: {message}")
 
+    def trial(
+        self, name: str, params: Mapping[str, float], metrics: Mapping[str, float]
+    ) -> None: ...
+
     def file(self, path: Path, directory: str = "") -> None: ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
 from flows.options import RunOptions
 from flows.reward_model import train_reward_model
@@ -19,9 +21,18 @@ from tasks.artifacts import (
     load_artifact,
 )
 from tasks.config import OfflinePPOConfig, TrackingConfig
-from tasks.data.pairs import read_pairs
+from tasks.data.hh import Pair
+from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.rendering import Renderer
 from tasks.data.token_columns import TokenColumns, read_token_columns
-from tasks.errors import MissingInputError, RendererMismatchError, RewardError, TrainingError
+from tasks.errors import (
+    ConfigError,
+    DataError,
+    MissingInputError,
+    RendererMismatchError,
+    RewardError,
+    TrainingError,
+)
 from tasks.loading_config import load_config, merge
 from tasks.models.export import response_logprobs
 from tasks.models.loading import load_causal_lm
@@ -167,6 +178,103 @@ def test_cloned_behaviour_with_leave_one_out_advantages(
     assert _is_finite(cloned)
 
 
+def _transcript(pair: Pair, response: str) -> str:
+    names = {"user": "Human", "assistant": "Assistant"}
+    turns = [f"\n\n{names[turn.role]}: {turn.content}" for turn in pair.prompt]
+    return "".join(turns) + f"\n\nAssistant: {response}"
+
+
+def test_logged_behaviour_is_what_the_source_says(
+    preferences: str, reward_model: str, base: str, train: Any, tmp_path: Path
+) -> None:
+    """A source that logs what the base says of its responses trains the policy that
+    ``reference`` does."""
+    model = load_causal_lm(Path(base) / "model")
+    renderer = Renderer.load(Path(base) / "model", CHAIN.offline_ppo.rendering)
+    dataset = load_artifact(Path(preferences), PreferenceDataset)
+    pairs = [pair for split in SPLITS for pair in read_pairs(dataset, split)]
+    source = tmp_path / "logged.jsonl"
+    with source.open("w") as file:
+        for pair in pairs:
+            prompt = renderer.prompt_ids(pair.prompt)[0]
+            row: dict[str, Any] = {}
+            for side, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+                logprobs = response_logprobs(model, prompt, renderer.response_ids(text)[0])
+                row[side] = _transcript(pair, text)
+                row[f"{side}_logprob"] = float(logprobs.sum())
+            file.write(json.dumps(row) + "\n")
+    logged = ingest(CHAIN.ingest.model_copy(update={"source": str(source)}))
+
+    def run(policy: str) -> PolicyCheckpoint:
+        cfg = _config(behavior={"policy": policy})
+        path = train_offline_ppo(cfg, logged, reward_model, base)
+        return load_artifact(Path(path), PolicyCheckpoint)
+
+    by_log, by_reference = run("logged"), run("reference")
+    for mine, ref in zip(
+        _columns(by_log).floats["behavior_logprobs"],
+        _columns(by_reference).floats["behavior_logprobs"],
+        strict=True,
+    ):
+        assert float(mine.sum()) == pytest.approx(float(ref.sum()), abs=1e-3)
+        assert len(set(mine.tolist())) == 1
+    for metric in ("loss", "weight_mean", "ess_share"):
+        assert _history(by_log, metric) == pytest.approx(_history(by_reference, metric), abs=1e-4)
+    # Without logged numbers the same setting is refused, with the line of the first pair.
+    with pytest.raises(DataError, match=r"no logged log-probabilities.*line \d+"):
+        train(behavior={"policy": "logged"})
+
+
+def test_weights_are_searched_on_the_validation_split(
+    train: Any, preferences: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "noise.py"
+    file.write_text(
+        "import hashlib\n"
+        "def reward_fn(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return hashlib.sha256(solution_str.encode()).digest()[0] / 64.0\n"
+    )
+    policy = train(
+        reward={
+            "components": {"reward_model": 1.0, "function": 1.0},
+            "function_path": str(file),
+            "search": {"resolution": 4},
+        }
+    )
+    metrics = policy.manifest.metrics
+    weights = {name: metrics[f"weight_{name}"] for name in ("reward_model", "function")}
+    assert sum(weights.values()) == pytest.approx(1.0)
+    columns = _columns(policy).floats
+    total = sum(
+        weight * torch.stack([row[0] for row in columns[f"component.{name}"]])
+        for name, weight in weights.items()
+    )
+    torch.testing.assert_close(_rewards(_columns(policy)), total)
+    trials = _trials(policy)
+    assert len(trials) == 5
+    assert {trial["reward_model"] for trial in trials} == {"0", "0.25", "0.5", "0.75", "1"}
+    best = min(trials, key=lambda trial: trial["validation_log_loss"])
+    assert float(best["reward_model"]) == weights["reward_model"]
+    assert best["validation_log_loss"] == metrics["search_validation_log_loss"]
+    assert best["validation_accuracy"] == metrics["search_validation_accuracy"]
+
+
+def _trials(policy: PolicyCheckpoint) -> list[dict[str, Any]]:
+    """Return parameters and metrics of the runs nested under a policy's run."""
+    from mlflow import MlflowClient
+
+    tracker = connect(TrackingConfig(), Workspace.from_environment())
+    parent = f"tags.`mlflow.parentRunId` = '{policy.manifest.mlflow_run_id}'"
+    runs = MlflowClient(tracker.tracking_uri).search_runs([tracker.experiment_id], parent)
+    assert all(run.info.status == "FINISHED" for run in runs)
+    return [run.data.params | run.data.metrics for run in runs]
+
+
+def test_component_that_the_reward_model_lacks_is_named(train: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reward_model\.kindness.*has \['preference'\]"):
+        train(reward={"components": {"reward_model.kindness": 1.0}})
+
+
 def test_critic_that_explains_nothing_is_refused_unless_forced(train: Any) -> None:
     # This learning rate throws the values far off.
     wild = {"warmup_steps": 2, "optimizer": {"learning_rate": 1.0, "schedule": "constant"}}
@@ -242,7 +350,8 @@ def test_reward_model_of_another_renderer_is_refused(
 
 
 def test_equal_rewards_are_refused(train: Any, reward_model: str, tmp_path: Path) -> None:
-    assert load_artifact(Path(reward_model), RewardModelCheckpoint).statistics["std"] > 0
+    components = load_artifact(Path(reward_model), RewardModelCheckpoint).components
+    assert all(component.std > 0 for component in components.values())
     file = tmp_path / "flat.py"
     file.write_text(
         "def reward_fn(data_source, solution_str, ground_truth, extra_info):\n    return 3\n"

@@ -71,12 +71,12 @@ def test_statistics_are_those_of_the_exported_model(
     reward_model: RewardModelCheckpoint, preferences: str
 ) -> None:
     scores = _plain_scores(reward_model, preferences, "train")
-    record = json.loads((reward_model.path / "reward.json").read_text())
-    assert record == pytest.approx(
-        {"mean": float(scores.mean()), "std": float(scores.std())}, abs=1e-4
-    )
-    assert reward_model.statistics == record
-    assert record["std"] > 0
+    (component,) = reward_model.components.values()
+    assert component.name == "preference"
+    assert component.member_dirs == (reward_model.model_dir,)
+    assert component.mean == pytest.approx(float(scores.mean()), abs=1e-4)
+    assert component.std == pytest.approx(float(scores.std()), abs=1e-4)
+    assert component.std > 0
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from tasks.algorithms.samplers import LengthGroupedSampler
@@ -12,9 +13,10 @@ from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.roles import Batch, RoleSpec, Row
 from tasks.backends.session import Session
 from tasks.backends.supervised import SupervisedRun, count_steps, train_supervised
-from tasks.backends.trajectories import cached_logprobs, response_rows
+from tasks.backends.trajectories import Responses, cached_logprobs, response_rows
 from tasks.config import OfflinePPOConfig
 from tasks.context import StageContext
+from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
 
@@ -22,7 +24,7 @@ REFERENCE = "reference"
 CLONE = "behavior"
 FOLDS = 2
 # Runtime settings on which the last digits of a log-probability depend.
-NUMERIC_FIELDS = {"device", "dtype", "attention", "ranks", "remove_padding"}
+NUMERIC_FIELDS = {"device", "dtype", "attention", "ranks", "remove_padding", "share_prompts"}
 
 
 def reference_logprobs(
@@ -44,7 +46,7 @@ def behavior_logprobs(
     ctx: StageContext,
     cfg: OfflinePPOConfig,
     session: Session,
-    pairs: Sequence[RenderedPair],
+    train: Responses,
     ref: list[Tensor],
 ) -> list[Tensor]:
     """Return the behaviour policy's log-probabilities of all responses.
@@ -53,12 +55,14 @@ def behavior_logprobs(
         ctx: the run.
         cfg: ``behavior.policy`` says which policy.
         session: workers.
-        pairs: the training pairs.
+        train: the stored responses.
         ref: what the base model says, which is the answer for ``reference``.
     """
     if cfg.behavior.policy == "reference":
         return ref
-    rows = response_rows(pairs)
+    if cfg.behavior.policy == "logged":
+        return logged_logprobs(train)
+    pairs, rows = train.rendered, train.rows
     recipe = cfg.behavior.model_dump_json() + str(cfg.seed)
     identity = [*_identity(ctx, cfg, "cloned"), recipe]
     return cached_logprobs(
@@ -67,6 +71,38 @@ def behavior_logprobs(
         identity,
         lambda: _cross_fit(ctx, cfg, session, pairs, rows),
     )
+
+
+def check_logged(pairs: Sequence[Pair]) -> None:
+    """Refuse pairs whose source does not say how likely their responses were.
+
+    Raises:
+        DataError: names the first such pair and how many there are.
+    """
+    missing = [pair for pair in pairs if pair.logged is None]
+    if missing:
+        first = missing[0]
+        raise DataError(
+            f"{len(missing)} of {len(pairs)} training pairs have no logged log-probabilities, the "
+            f"first is {first.source_file}, line {first.source_line}",
+            "chosen_logprob and rejected_logprob in every row of the source",
+            "add them, or set offline_ppo.behavior.policy to reference or cloned",
+        )
+
+
+def logged_logprobs(train: Responses) -> list[Tensor]:
+    """Return what the source says of its responses, the total of each spread evenly over its
+    tokens.
+
+    Weights of level ``sequence`` and ``geometric`` depend on the total only, so the spread changes
+    nothing; ``token`` is refused by the configuration.
+    """
+    check_logged(train.pairs)
+    totals = [total for pair in train.pairs for total in pair.logged or ()]
+    return [
+        torch.full((len(row.response_ids),), total / len(row.response_ids))
+        for total, row in zip(totals, train.rows, strict=True)
+    ]
 
 
 def fold_of(prompt_id: str) -> int:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,8 +161,7 @@ def _no_answer(address: str, reason: str) -> ClusterError:
 
 
 def node_layout(host: HostSpec) -> list[int]:
-    """Return how many ranks run on each node: GPUs are filled node by node, CPU ranks share one
-    node.
+    """Return how many ranks run on each node: as few nodes as can be with GPUs, one node without.
 
     Raises:
         ClusterError: the cluster has too few GPUs or, without them, CPUs.
@@ -178,22 +177,30 @@ def node_layout(host: HostSpec) -> list[int]:
                 "lower runtime.ranks, give all stages the same runtime.ranks, or add nodes",
             )
         return [host.ranks]
-    layout: list[int] = []
-    missing = host.ranks
-    gpus = sorted(
-        (int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]),
-        reverse=True,
-    )
-    for available in gpus:
-        take = min(available, missing)
-        if take > 0:
-            layout.append(take)
-            missing -= take
-    if missing:
+    gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    layout = even_layout(gpus, host.ranks)
+    if layout is None:
         raise ClusterError(
-            f"The cluster has {sum(gpus)} GPUs", f"{host.ranks}", "lower runtime.ranks or add nodes"
+            f"The cluster's nodes have {sorted(gpus, reverse=True)} GPUs",
+            f"{host.ranks} for runtime.ranks={host.ranks}, as many on each node that takes part",
+            "change runtime.ranks or add nodes",
         )
     return layout
+
+
+def even_layout(available: Sequence[int], ranks: int) -> list[int] | None:
+    """Return how many ranks each of the fewest nodes runs, the same number on each, as verl needs
+    it; None when the nodes cannot hold them so.
+
+    Args:
+        available: GPUs of each node.
+        ranks: in all.
+    """
+    for per_node in range(ranks, 0, -1):
+        n_nodes, rest = divmod(ranks, per_node)
+        if rest == 0 and sum(count >= per_node for count in available) >= n_nodes:
+            return [per_node] * n_nodes
+    return None
 
 
 def disconnect() -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,6 @@ from tasks.errors import MissingInputError, RewardError
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-@dataclass(frozen=True)
-class ScoreStatistics:
-    """Mean and standard deviation of the reward model's scores on the training split."""
-
-    mean: float
-    std: float
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
@@ -112,31 +103,25 @@ def function_scores(function: RewardFunction, pairs: Sequence[Pair]) -> Tensor:
     return torch.tensor(scores)
 
 
+def normalize_component(cfg: RewardConfig, raw: Tensor, mean: float, std: float) -> Tensor:
+    """Bring raw scores of a reward model, (N,), to the configured scale with the statistics of its
+    training scores."""
+    return normalize_scores(raw, mean=mean, std=std, mode=cfg.normalize, clip=cfg.clip)
+
+
 def rewards_of(
-    cfg: RewardConfig,
-    components: dict[str, Tensor],
-    statistics: ScoreStatistics,
-    group_ids: Tensor,
+    cfg: RewardConfig, values: Mapping[str, Tensor], weights: Mapping[str, float], groups: Tensor
 ) -> Tensor:
-    """Turn raw component scores into rewards.
+    """Add normalised components up.
 
     Args:
-        cfg: weights, normalisation of the reward model's scores, clip, centring.
-        components: raw scores by name, (N,) each.
-        statistics: of the reward model.
-        group_ids: (N,) int64, the prompt of each response.
+        cfg: says whether rewards are centred per prompt.
+        values: by component, (N,) each.
+        weights: by the same names.
+        groups: (N,) int64, the prompt of each response.
 
     Returns:
         (N,) fp32.
     """
-    normal = dict(components)
-    if "reward_model" in normal:
-        normal["reward_model"] = normalize_scores(
-            normal["reward_model"],
-            mean=statistics.mean,
-            std=statistics.std,
-            mode=cfg.normalize,
-            clip=cfg.clip,
-        )
-    rewards = combine_components(normal, cfg.components)
-    return center_by_group(rewards, group_ids) if cfg.center == "prompt" else rewards
+    rewards = combine_components(values, weights)
+    return center_by_group(rewards, groups) if cfg.center == "prompt" else rewards

@@ -4,19 +4,72 @@ log-probabilities."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tasks.artifacts import PreferenceDataset
 from tasks.backends.roles import Row
-from tasks.data.rendering import RenderedPair
+from tasks.data.hh import Pair
+from tasks.data.pairs import read_pairs
+from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.data.token_columns import TokenColumns, read_token_columns, write_token_columns
-from tasks.errors import RewardError
+from tasks.errors import DataError, RewardError
 
-SIDES = ("chosen", "rejected")
+
+@dataclass(frozen=True)
+class Responses:
+    """The stored responses of one split that fit the renderer.
+
+    Args:
+        pairs: P pairs.
+        rendered: the same as token ids.
+        left_out: pairs that do not fit, by reason.
+    """
+
+    pairs: Sequence[Pair]
+    rendered: Sequence[RenderedPair]
+    left_out: Mapping[str, int]
+
+    @classmethod
+    def of(cls, preferences: PreferenceDataset, split: str, renderer: Renderer) -> Responses:
+        """Read and render a split.
+
+        Raises:
+            DataError: no pair fits.
+        """
+        pairs = read_pairs(preferences, split)
+        rendered, left_out = render_pairs(pairs, renderer)
+        if not rendered:
+            raise DataError(
+                f"No pair of the {split} split fits the renderer: {left_out}",
+                "at least one",
+                "raise rendering.max_prompt_tokens or max_response_tokens, or ingest more pairs",
+            )
+        kept = {pair.pair_id for pair in rendered}
+        return cls([pair for pair in pairs if pair.pair_id in kept], rendered, left_out)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """2P rows: chosen, rejected, chosen, rejected, ..."""
+        return response_rows(self.rendered)
+
+
+@dataclass(frozen=True)
+class ComponentValues:
+    """What N responses are worth.
+
+    Args:
+        values: by component, (N,) normalised.
+        disagreement: (N,) of the reward model's members; None where each component has one.
+    """
+
+    values: Mapping[str, Tensor]
+    disagreement: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -29,6 +82,7 @@ class Trajectories:
         rewards: (N,) fp32, normalised.
         behavior_logprobs: N tensors of shape (T_i,), of the policy that wrote the responses.
         ref_logprobs: N tensors of shape (T_i,), of the model that training starts from.
+        components: what the rewards are made of.
     """
 
     rows: Sequence[Row]
@@ -36,6 +90,7 @@ class Trajectories:
     rewards: Tensor
     behavior_logprobs: Sequence[Tensor]
     ref_logprobs: Sequence[Tensor]
+    components: ComponentValues = field(default_factory=lambda: ComponentValues({}))
 
     def __post_init__(self) -> None:
         spread = float(self.rewards.std()) if len(self.rewards) > 1 else 0.0

@@ -20,6 +20,7 @@ _DELIMITER: Final = re.compile(r"\n\n(Human|Assistant):")
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
 _SIDES: Final = ("chosen", "rejected")
 _ID_DIGITS: Final = 20
+_LEAST_LOGPROB: Final = -1e9
 
 
 class QuarantineReason(Enum):
@@ -59,6 +60,8 @@ class Pair:
         subset: part of the corpus, for instance ``harmless-base``.
         prompt: turns before the response.
         source_line: 1-based line of the source file.
+        logged: log-probabilities in nats of the whole chosen and rejected response, end of turn
+            included, under the policy that wrote them; None where the source has none.
     """
 
     pair_id: str
@@ -69,6 +72,7 @@ class Pair:
     rejected: str
     source_file: str
     source_line: int
+    logged: tuple[float, float] | None = None
 
     @property
     def n_turns(self) -> int:
@@ -127,11 +131,13 @@ def parse_line(line: bytes, subset: str, source_file: str, source_line: int) -> 
     """Read one JSON line.
 
     Two row formats are known: ``{"chosen", "rejected"}`` and, with scores instead of a label,
-    ``{"text": [a, b], "score": [x, y]}``. All strings are HH transcripts.
+    ``{"text": [a, b], "score": [x, y]}``. All strings are HH transcripts. Either may say how likely
+    its policy found the responses: ``chosen_logprob`` and ``rejected_logprob``, or ``logprob: [a,
+    b]``, in nats.
     """
     try:
         row = _decode_object(line)
-        chosen, rejected = _texts_of(row)
+        (chosen, rejected), logged = _texts_of(row), _logged_of(row)
         prompt, responses = _split_pair(chosen, rejected)
     except _Refusal as refusal:
         raw = line.decode("utf-8", errors="backslashreplace").rstrip("\r\n")
@@ -146,6 +152,7 @@ def parse_line(line: bytes, subset: str, source_file: str, source_line: int) -> 
         rejected=responses[1],
         source_file=source_file,
         source_line=source_line,
+        logged=logged,
     )
 
 
@@ -185,7 +192,7 @@ def _decode_object(line: bytes) -> dict[str, Any]:
 
 
 def _texts_of(row: dict[str, Any]) -> tuple[str, str]:
-    if "text" in row and "score" in row and not any(side in row for side in _SIDES):
+    if _is_scored(row):
         return _scored_texts(row["text"], row["score"])
     for side in _SIDES:
         if side not in row:
@@ -194,6 +201,29 @@ def _texts_of(row: dict[str, Any]) -> tuple[str, str]:
             detail = detail.encode("utf-8", "backslashreplace").decode()
             raise _Refusal(QuarantineReason.MISSING_FIELD, detail)
     return _storable("chosen", row["chosen"]), _storable("rejected", row["rejected"])
+
+
+def _is_scored(row: dict[str, Any]) -> bool:
+    return "text" in row and "score" in row and not any(side in row for side in _SIDES)
+
+
+def _logged_of(row: dict[str, Any]) -> tuple[float, float] | None:
+    """Return the logged log-probabilities of chosen and rejected, or None when the row has none."""
+    if _is_scored(row):
+        values = row.get("logprob", [None, None])
+        if not isinstance(values, list) or len(values) != 2:
+            raise _Refusal(QuarantineReason.WRONG_TYPE, "'logprob' must be a list of two numbers")
+        if row["score"][0] < row["score"][1]:
+            values = values[::-1]
+    else:
+        values = [row.get(f"{side}_logprob") for side in _SIDES]
+    if values == [None, None]:
+        return None
+    for side, value in zip(_SIDES, values, strict=True):
+        if not _is_finite_number(value) or not _LEAST_LOGPROB <= value <= 0:
+            detail = f"the log-probability of {side} is not a number of nats up to 0"
+            raise _Refusal(QuarantineReason.WRONG_TYPE, detail)
+    return float(values[0]), float(values[1])
 
 
 def _scored_texts(texts: Any, scores: Any) -> tuple[str, str]:

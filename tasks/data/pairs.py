@@ -52,6 +52,8 @@ def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
         "chosen_chars": len(pair.chosen),
         "rejected_chars": len(pair.rejected),
         "alternating": pair.alternating,
+        "chosen_logprob": pair.logged[0] if pair.logged else None,
+        "rejected_logprob": pair.logged[1] if pair.logged else None,
         "source_file": pair.source_file,
         "source_line": pair.source_line,
     }
@@ -68,7 +70,13 @@ def row_to_pair(row: dict[str, Any]) -> Pair:
         rejected=row["rejected"],
         source_file=row["source_file"],
         source_line=row["source_line"],
+        logged=_logged_of(row),
     )
+
+
+def _logged_of(row: dict[str, Any]) -> tuple[float, float] | None:
+    chosen, rejected = row["chosen_logprob"], row["rejected_logprob"]
+    return None if chosen is None or rejected is None else (chosen, rejected)
 
 
 _PAIR_COLUMNS: Final = [
@@ -78,6 +86,8 @@ _PAIR_COLUMNS: Final = [
     "prompt",
     "chosen",
     "rejected",
+    "chosen_logprob",
+    "rejected_logprob",
     "source_file",
     "source_line",
 ]

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from tasks.errors import ArtifactError, DataError
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _NAME_KEY: Final = b"rlhf.schema"
 _VERSION_KEY: Final = b"rlhf.schema_version"
 
@@ -41,6 +41,8 @@ PAIR_SCHEMA: Final = _schema(
         ("chosen_chars", pa.int32(), False),
         ("rejected_chars", pa.int32(), False),
         ("alternating", pa.bool_(), False),
+        ("chosen_logprob", pa.float64(), True),
+        ("rejected_logprob", pa.float64(), True),
         ("source_file", pa.string(), False),
         ("source_line", pa.int64(), False),
     ],

@@ -10,16 +10,15 @@ import pytest
 import torch
 
 from tasks.backends.rewards import (
-    ScoreStatistics,
     function_scores,
     load_reward_function,
+    normalize_component,
     rewards_of,
 )
 from tasks.config import RewardConfig
 from tasks.data.hh import Message, Pair
 from tasks.errors import MissingInputError, RewardError
 
-STATISTICS = ScoreStatistics(mean=3.0, std=2.0)
 GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 3.0, 5.0, 23.0])
 Write = Callable[[str], str]
@@ -48,10 +47,13 @@ def _function(write: Write, body: str) -> Any:
 
 
 def _rewards(components: dict[str, float], **changes: Any) -> list[float]:
-    raw = {"reward_model": SCORES, "labels": torch.tensor([1.0, -1.0, 1.0, -1.0])}
     cfg = RewardConfig(components=components, **changes)
-    chosen = {name: raw[name] for name in components}
-    return [round(x, 5) for x in rewards_of(cfg, chosen, STATISTICS, GROUPS).tolist()]
+    values = {
+        "reward_model": normalize_component(cfg, SCORES, mean=3.0, std=2.0),
+        "labels": torch.tensor([1.0, -1.0, 1.0, -1.0]),
+    }
+    chosen = {name: values[name] for name in components}
+    return [round(x, 5) for x in rewards_of(cfg, chosen, components, GROUPS).tolist()]
 
 
 def test_scores_are_standardised_and_clipped() -> None:

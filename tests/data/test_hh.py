@@ -258,3 +258,43 @@ def test_a_written_conversation_is_read_back(
     assert isinstance(row, Pair)
     assert row.n_turns == 2 * len(history) + 2
     assert (row.prompt[-1].content, row.chosen, row.rejected) == (question, chosen, rejected)
+
+
+PAIR_ROW = {"chosen": f"{H}q{A}yes", "rejected": f"{H}q{A}no"}
+SCORED_ROW = {"text": [f"{H}q{A}no", f"{H}q{A}yes"], "score": [0, 1]}
+
+
+def test_logged_probabilities_follow_their_response() -> None:
+    row = parse(PAIR_ROW | {"chosen_logprob": -3, "rejected_logprob": -4.5})
+    assert isinstance(row, Pair)
+    assert row.logged == (-3.0, -4.5)
+    # The second text scores higher and so is the chosen one.
+    scored = parse(SCORED_ROW | {"logprob": [-1.0, -2.0]})
+    assert isinstance(scored, Pair)
+    assert (scored.chosen, scored.logged) == ("yes", (-2.0, -1.0))
+    for bare in (PAIR_ROW, SCORED_ROW, PAIR_ROW | {"chosen_logprob": None}):
+        found = parse(bare)
+        assert isinstance(found, Pair)
+        assert found.logged is None
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"chosen_logprob": -3.0},  # one without the other
+        {"chosen_logprob": -3.0, "rejected_logprob": None},
+        {"chosen_logprob": "-3", "rejected_logprob": -1.0},
+        {"chosen_logprob": 0.5, "rejected_logprob": -1.0},  # a probability above 1
+        {"chosen_logprob": float("nan"), "rejected_logprob": -1.0},
+        {"chosen_logprob": float("-inf"), "rejected_logprob": -1.0},
+        {"chosen_logprob": True, "rejected_logprob": -1.0},
+        {"chosen_logprob": -(10**400), "rejected_logprob": -1.0},
+    ],
+)
+def test_unusable_logged_probability_is_a_wrong_type(extra: dict[str, object]) -> None:
+    assert reason_of(parse(PAIR_ROW | extra)) == "wrong_type"
+
+
+@pytest.mark.parametrize("logprob", [-1.0, [-1.0], [-1.0, None], [-1.0, 2.0], "no"])
+def test_unusable_logged_pair_is_a_wrong_type(logprob: object) -> None:
+    assert reason_of(parse(SCORED_ROW | {"logprob": logprob})) == "wrong_type"

@@ -1,22 +1,18 @@
-"""Models that answer, and the reward model that scores what they said."""
+"""Models that answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
 from tasks.backends.cluster import resolve_device
 from tasks.backends.generation import EndTokens, TransformersGenerator
-from tasks.backends.roles import RoleSpec, Row
-from tasks.backends.session import Session
+from tasks.backends.roles import Row
 from tasks.config import GenerationConfig, RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.rendering import Renderer
 
-REWARD = "reward"
 Prompt = tuple[Message, ...]
 
 
@@ -53,29 +49,3 @@ class Speaker:
             Reply(Row(prompt, response), self._renderer.decode(response))
             for prompt, response in zip(rendered, found, strict=True)
         ]
-
-
-@dataclass(frozen=True)
-class RewardJudge:
-    """The reward model as a judge.
-
-    Args:
-        session: workers; `load` puts the reward model into them.
-        statistics: ``mean`` and ``std`` of its scores on the training split.
-    """
-
-    session: Session
-    statistics: Mapping[str, float]
-
-    @classmethod
-    def load(
-        cls, session: Session, model_dir: Path, statistics: Mapping[str, float]
-    ) -> RewardJudge:
-        """Put the reward model into the workers."""
-        session.load(RoleSpec(REWARD, "value_model", str(model_dir), trained_head=True))
-        return cls(session, statistics)
-
-    def score(self, rows: Sequence[Row]) -> Tensor:
-        """Return (N,) scores in standard deviations of the training scores."""
-        raw = self.session.scores(REWARD, rows)
-        return (raw - self.statistics["mean"]) / self.statistics["std"]

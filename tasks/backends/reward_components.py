@@ -1,0 +1,123 @@
+"""All that responses are worth by each component, and the weights of the components."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tasks.algorithms.reward_search import WeightTrial, best_trial, judge_weights, simplex_grid
+from tasks.artifacts import RewardModelCheckpoint
+from tasks.backends.reward_scoring import RewardScorer, RewardScores
+from tasks.backends.rewards import function_scores, load_reward_function, normalize_component
+from tasks.backends.roles import Row
+from tasks.backends.session import Session
+from tasks.backends.trajectories import ComponentValues
+from tasks.config import RewardConfig
+from tasks.context import RunLog
+from tasks.data.hh import Pair
+from tasks.errors import ConfigError
+
+REWARD_MODEL = "reward_model"
+
+
+def check_components(cfg: RewardConfig, reward_model: RewardModelCheckpoint) -> None:
+    """Refuse what cannot work before anything is computed.
+
+    Raises:
+        ConfigError: a component that the reward model lacks; names those that it has.
+        RlhfError: a reward function that cannot be used.
+    """
+    known = list(reward_model.components)
+    for name in cfg.components:
+        wanted = name.removeprefix(f"{REWARD_MODEL}.")
+        if wanted != name and wanted not in known:
+            raise ConfigError(
+                f"offline_ppo.reward.components names {name!r}, but the reward model "
+                f"{reward_model.path} has {known}",
+                f"one of {[f'{REWARD_MODEL}.{component}' for component in known]}",
+                "correct the name, or train the reward model with that component",
+            )
+    if "function" in cfg.components:
+        load_reward_function(str(cfg.function_path), cfg.function_name)
+
+
+@dataclass(frozen=True)
+class ComponentScorer:
+    """Computes the components that the configuration names.
+
+    Args:
+        cfg: which components, and how reward-model scores are normalised.
+        session: workers.
+        reward_model: whose scores are components.
+    """
+
+    cfg: RewardConfig
+    session: Session
+    reward_model: RewardModelCheckpoint
+
+    def score(self, pairs: Sequence[Pair], rows: Sequence[Row]) -> ComponentValues:
+        """Return the components of all responses.
+
+        Args:
+            pairs: P pairs.
+            rows: their 2P responses, chosen first.
+        """
+        wanted = self.cfg.components
+        values: dict[str, Tensor] = {}
+        disagreement = None
+        if any(name.split(".")[0] == REWARD_MODEL for name in wanted):
+            scores = RewardScorer.load(self.session, self.reward_model).score(rows)
+            disagreement = scores.disagreement
+            for name in wanted:
+                if name.split(".")[0] == REWARD_MODEL:
+                    values[name] = self._normalized(scores, name)
+        if "labels" in wanted:
+            values["labels"] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
+        if "function" in wanted:
+            function = load_reward_function(str(self.cfg.function_path), self.cfg.function_name)
+            values["function"] = function_scores(function, pairs)
+        return ComponentValues(values, disagreement)
+
+    def _normalized(self, scores: RewardScores, name: str) -> Tensor:
+        """Return one component, or the mean of all of them for the reward model as a whole."""
+        known = self.reward_model.components
+        names = list(known) if name == REWARD_MODEL else [name.removeprefix(f"{REWARD_MODEL}.")]
+        normal = [
+            normalize_component(self.cfg, scores.components[n].raw, known[n].mean, known[n].std)
+            for n in names
+        ]
+        return torch.stack(normal).mean(dim=0)
+
+
+def find_weights(
+    cfg: RewardConfig, values: Mapping[str, Tensor], log: RunLog
+) -> tuple[dict[str, float], WeightTrial]:
+    """Search the weights whose sum of components predicts the labels of held-out pairs best.
+
+    Args:
+        cfg: the grid.
+        values: normalised components of the validation responses, chosen first.
+        log: gets one nested run per grid point.
+
+    Returns:
+        the weights and how they did.
+    """
+    assert cfg.search is not None
+    trials = [
+        judge_weights(values, weights)
+        for weights in simplex_grid(sorted(values), cfg.search.resolution)
+    ]
+    best = best_trial(trials)
+    for index, trial in enumerate(trials):
+        log.trial(
+            f"weights-{index}",
+            trial.weights,
+            {"validation_log_loss": trial.log_loss, "validation_accuracy": trial.accuracy},
+        )
+        log.progress(index + 1, len(trials), "reward weights")
+    shown = ", ".join(f"{name} {weight:g}" for name, weight in best.weights.items())
+    log.event("reward_weights", f"found on the validation split: {shown}")
+    return dict(best.weights), best

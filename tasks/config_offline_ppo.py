@@ -1,0 +1,203 @@
+"""Configuration of stage offline_ppo, by concern."""
+
+from __future__ import annotations
+
+from math import comb
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.config_shared import (
+    CheckpointConfig,
+    OptimizerConfig,
+    PositiveFloat,
+    PositiveInt,
+    RenderingConfig,
+    RuntimeConfig,
+    Section,
+    StageConfig,
+    check_budget,
+    check_shares,
+)
+
+MAX_SEARCH_POINTS = 500
+
+
+class BehaviorConfig(Section):
+    """Which policy wrote the data."""
+
+    policy: Literal["reference", "cloned", "logged"] = Field(
+        "reference",
+        description="reference: the base model; cloned: two-fold cross-fitted behaviour cloning; "
+        "logged: the log-probabilities that the source gives with each response.",
+    )
+    clone_epochs: PositiveFloat = 1.0
+    clone_batch_pairs: PositiveInt = 32
+    clone_optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class WeightSearchConfig(Section):
+    """Weights of reward components from a grid, judged on the validation split."""
+
+    resolution: int = Field(
+        10, ge=1, le=100, description="Grid steps from 0 to 1; the weights add up to 1."
+    )
+
+
+class RewardConfig(Section):
+    """What a response is worth."""
+
+    components: dict[str, float] = Field(
+        {"reward_model": 1.0},
+        description="Weights of: reward_model, reward_model.<component>, labels (+1 chosen, -1 "
+        "rejected), function.",
+    )
+    search: WeightSearchConfig | None = Field(
+        None,
+        description="Find the weights on the validation split; those of `components` then only "
+        "say which components take part.",
+    )
+    function_path: str | None = Field(None, description="Python file with the reward function.")
+    function_name: str = "reward_fn"
+    normalize: Literal["standardize", "unit_range", "raw", "binary"] = "standardize"
+    clip: PositiveFloat = 5.0
+    center: Literal["none", "prompt"] = "none"
+    kl_coef: float = Field(0.0, ge=0.0, description="KL-in-reward coefficient per token; 0 is off.")
+    kl_target: PositiveFloat | None = Field(
+        None, description="Adapt kl_coef towards this KL per token."
+    )
+    kl_horizon: PositiveInt = 10_000
+
+    @model_validator(mode="after")
+    def _check_components(self) -> RewardConfig:
+        known = {"reward_model", "labels", "function"}
+        unknown = {
+            name
+            for name in self.components
+            if name not in known and not name.startswith("reward_model.")
+        }
+        if unknown or not self.components:
+            raise ValueError(
+                f"unknown components {sorted(unknown)}; choose one or more of {sorted(known)}, or "
+                "reward_model.<component> for one component of the reward model"
+            )
+        if all(weight == 0.0 for weight in self.components.values()):
+            raise ValueError("all component weights are zero; give at least one a weight")
+        self._check_search()
+        if self.kl_target is not None and self.kl_coef == 0.0:
+            raise ValueError("kl_target adapts kl_coef, which is 0; give kl_coef a start value")
+        if "function" in self.components and self.function_path is None:
+            raise ValueError(
+                "component 'function' needs function_path, the Python file that defines it"
+            )
+        return self
+
+    def _check_search(self) -> None:
+        if self.search is None:
+            return
+        if "labels" in self.components:
+            raise ValueError(
+                "search judges weights by the labels, which component 'labels' repeats; leave it "
+                "out or give the weights"
+            )
+        n = len(self.components)
+        n_points = comb(self.search.resolution + n - 1, n - 1)
+        if not 2 <= n_points <= MAX_SEARCH_POINTS:
+            raise ValueError(
+                f"search.resolution {self.search.resolution} over {n} component(s) makes "
+                f"{n_points} grid point(s), not 2 to {MAX_SEARCH_POINTS}"
+            )
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    estimator: Literal["group", "rloo", "gae", "reinforce_pp"] = "group"
+    normalize_std: bool = Field(
+        True, description="Divide the group advantage by the group's standard deviation."
+    )
+    gamma: float = Field(1.0, gt=0.0, le=1.0)
+    gae_lambda: float | Literal["adaptive"] = 0.95
+    whiten: bool = False
+
+
+class CriticConfig(Section):
+    """The value function, used by ``estimator: gae`` only."""
+
+    warmup_steps: PositiveInt = Field(40, description="Steps on returns with the policy frozen.")
+    value_clip: PositiveFloat = 0.2
+    force: bool = Field(
+        False, description="Go on although the warmed-up critic explains no variance."
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class ImportanceConfig(Section):
+    """Truncated weights between the frozen proximal and the behaviour policy."""
+
+    level: Literal["sequence", "geometric", "token"] = "sequence"
+    cap: float = Field(2.0, ge=1.0)
+
+
+class PolicyLossConfig(Section):
+    """Clipped surrogate with a lower bound for negative advantages."""
+
+    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    clip_high: float = Field(0.2, gt=0.0)
+    dual_clip: float = Field(3.0, gt=1.0)
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    entropy_coef: float = Field(0.0, ge=0.0)
+
+    @model_validator(mode="after")
+    def _check_dual_clip(self) -> Self:
+        if self.dual_clip < 1.0 + self.clip_high:
+            raise ValueError(
+                f"dual_clip {self.dual_clip} is below 1 + clip_high = {1.0 + self.clip_high}"
+            )
+        return self
+
+
+class OfflinePPOConfig(StageConfig):
+    """Offline PPO over the stored responses, with a re-anchored proximal policy."""
+
+    steps: PositiveInt = 80
+    batch_prompts: PositiveInt = 64
+    reanchor_steps: int = Field(
+        8, ge=0, description="Steps between snapshots of the proximal policy; 0 never moves it."
+    )
+    behavior: BehaviorConfig = BehaviorConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
+    importance: ImportanceConfig = ImportanceConfig()
+    loss: PolicyLossConfig = PolicyLossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    rendering: RenderingConfig = RenderingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_shares("batch_prompts", self.batch_prompts, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=1)
+        self._check_logged()
+        if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
+            raise ValueError(
+                f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
+                f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
+            )
+        return self
+
+    def _check_logged(self) -> None:
+        if self.behavior.policy != "logged":
+            return
+        if self.importance.level == "token":
+            raise ValueError(
+                "behavior.policy 'logged' knows one log-probability per response, which "
+                "importance.level 'token' cannot use; choose sequence or geometric"
+            )
+        if self.rendering.truncate_response:
+            raise ValueError(
+                "behavior.policy 'logged' knows whole responses, but rendering.truncate_response "
+                "cuts them; turn it off"
+            )
