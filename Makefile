@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# TRL lies in an environment of its own, which sees the packages of the ordinary one.
+BENCH := $(VENV)/bench
+BENCH_STAMP := $(BENCH)/.installed
 export RLHF_HOME ?= $(CURDIR)/var
 
-.PHONY: help demo test test-fast check clean lock
+.PHONY: help demo test test-fast check bench clean lock
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -33,6 +36,17 @@ check: $(STAMP)  ## linters, types and import rules
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+$(BENCH_STAMP): $(STAMP) requirements-bench.lock
+	$(BIN)/python -m venv --clear --without-pip $(BENCH)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+	  > $(BENCH)/lib/python3.11/site-packages/ordinary.pth
+	$(BIN)/pip --python $(BENCH)/bin/python install --quiet --disable-pip-version-check --no-deps \
+	  -r requirements-bench.lock
+	@touch $@
+
+bench: $(BENCH_STAMP)  ## reward-model training against TRL; BENCH_ARGS="--quick", or "--help" for the rest
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.run $(BENCH_ARGS)
 
 clean:  ## remove the workspace, the environment and caches
 	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

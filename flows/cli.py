@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -41,6 +42,10 @@ Overrides = Annotated[
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show logs and tracebacks.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TrackingUri = Annotated[
+    str | None, typer.Option(help="MLflow address; default: the workspace's database.")
+]
+Experiment = Annotated[str, typer.Option(help="MLflow experiment.")]
 _STAGE_LIST = ", ".join(STAGES)
 
 
@@ -117,10 +122,8 @@ def lineage_command(
         ),
     ],
     as_json: AsJson = False,
-    tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow address; default: the workspace's database.")
-    ] = None,
-    experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "rlhf-flows",
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
     debug: Debug = False,
 ) -> None:
     """Print the tree from an artefact back to the raw files, with hashes.
@@ -142,6 +145,42 @@ def lineage_command(
             print_lineage(Console(), tree)
         if tree.broken:
             raise typer.Exit(_FAILURE)
+
+
+@app.command("score")
+def score_command(  # noqa: PLR0913 - one argument per option
+    file: Annotated[
+        Path, typer.Argument(help="Pairs or responses: .jsonl, .jsonl.gz or .parquet.")
+    ],
+    reward_model: Annotated[
+        str, typer.Option(help="`latest`, `runs:/<id>`, `models:/<name>@<alias>`, or a path.")
+    ] = "latest",
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl or .parquet file; default: FILE with .scored.jsonl."),
+    ] = None,
+    override: Overrides = None,
+    as_json: AsJson = False,
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Add the reward model's score to each row of a file.
+
+    Known rows: HH pairs, prompt with chosen and rejected, RewardBench's, prompt with response, and
+    messages. A row that cannot be scored keeps its place, with the reason in score_error. Of the
+    settings only the runtime can be changed: -o runtime.device=cpu.
+    """
+    with _reported(debug):
+        from flows.score import ScoreRequest, print_scored, run_score
+
+        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
+        request = ScoreRequest(file, reward_model, output, tuple(override or ()), tracking)
+        scored = run_score(request, is_debug=debug)
+        if as_json:
+            print(json.dumps(scored.as_json(), indent=2))
+        else:
+            print_scored(Console(), scored)
 
 
 @app.command("doctor")

@@ -36,6 +36,7 @@ _PROBE_SECONDS = 5
 _WANTED_MEMORY_BYTES = 4 * 2**30
 _WANTED_SHM_BYTES = 600 * 2**20
 _HUB = "https://huggingface.co"
+_PACKAGE = "package:"  # as in tasks.models.packages, which takes seconds to import
 _COLOURS = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "red"}
 
 
@@ -211,7 +212,9 @@ def _models(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
     models = models_of(cfg)
     is_hub_needed = False
     for model in models:
-        if Path(model.source).expanduser().is_dir():
+        if model.source.startswith(_PACKAGE):
+            yield package_model(model, workspace)
+        elif Path(model.source).expanduser().is_dir():
             yield _checked("model", partial(_resolve, model, workspace), model.source)
         elif _is_cached(model, workspace):
             yield Finding(subject="model", status="ok", detail=f"{model.source} is downloaded")
@@ -227,6 +230,33 @@ def _resolve(model: ModelConfig, workspace: Workspace) -> None:
     from tasks.models.sources import resolve_model
 
     resolve_model(model.source, revision=model.revision, cache_dir=workspace.cache_dir)
+
+
+def package_model(model: ModelConfig, workspace: Workspace) -> Finding:
+    """Verify a converted package, or ask pip whether there is one; nothing is fetched."""
+    from tasks.models import packages
+
+    try:
+        name, package = packages.find_package(model.source)
+    except RlhfError as error:
+        return Finding(subject="model", status="fail", detail=str(error))
+    directory = packages.converted_dir(name, workspace.cache_dir)
+    if directory.exists():
+        return _checked(
+            "model", partial(_resolve, model, workspace), f"{model.source}, {directory}"
+        )
+    wanted = f"{package.distribution} {package.version}"
+    if packages.wheel_path(name, workspace.cache_dir).is_file():
+        text = f"{model.source}: {wanted} is downloaded, and converted at the first run"
+        return Finding(subject="model", status="ok", detail=text)
+    reason = packages.why_not_on_index(name)
+    if reason is None:
+        text = f"{model.source}: {wanted} is on the package index, and fetched at the first run"
+        return Finding(subject="model", status="ok", detail=text)
+    text = f"{model.source}: pip does not find {wanted}: {reason}. Fix: configure an index that "
+    return Finding(
+        subject="model", status="fail", detail=f"{text}has it, or name a local directory."
+    )
 
 
 def _is_cached(model: ModelConfig, workspace: Workspace) -> bool:

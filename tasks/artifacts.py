@@ -146,14 +146,19 @@ class RewardComponent:
     Args:
         name: for instance ``preference`` or ``harmlessness``.
         member_dirs: one-label token classifiers in transformers format, at least one.
-        mean: of the scores of the training responses.
-        std: of the same scores.
+        member_means: mean score of the training responses by each member.
+        std: standard deviation of the averaged scores of the same responses.
     """
 
     name: str
     member_dirs: tuple[Path, ...]
-    mean: float
+    member_means: tuple[float, ...]
     std: float
+
+    @property
+    def mean(self) -> float:
+        """Mean of the averaged scores of the training responses."""
+        return sum(self.member_means) / len(self.member_means)
 
 
 @dataclass(frozen=True)
@@ -170,8 +175,8 @@ class RewardModelCheckpoint(Artifact):
         return {
             name: RewardComponent(
                 name,
-                tuple(self.path / member for member in record["members"]),
-                record["mean"],
+                tuple(self.path / member["directory"] for member in record["members"]),
+                tuple(member["mean"] for member in record["members"]),
                 record["std"],
             )
             for name, record in loaded["components"].items()
@@ -187,8 +192,10 @@ def write_reward_components(directory: Path, components: Iterable[RewardComponen
     """Write ``reward.json`` beside the members, which must lie under ``directory``."""
     records = {
         component.name: {
-            "members": [str(member.relative_to(directory)) for member in component.member_dirs],
-            "mean": component.mean,
+            "members": [
+                {"directory": str(member.relative_to(directory)), "mean": mean}
+                for member, mean in zip(component.member_dirs, component.member_means, strict=True)
+            ],
             "std": component.std,
         }
         for component in components

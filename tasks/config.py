@@ -22,6 +22,13 @@ from tasks.config_offline_ppo import (
     RewardConfig,
     WeightSearchConfig,
 )
+from tasks.config_reward_model import (
+    HeldOutConfig,
+    LabelNoiseConfig,
+    PairLossConfig,
+    RewardComponentConfig,
+    RewardModelConfig,
+)
 from tasks.config_shared import (
     STAGES,
     CheckpointConfig,
@@ -53,17 +60,21 @@ __all__ = [
     "DistillConfig",
     "EvaluateConfig",
     "GenerationConfig",
+    "HeldOutConfig",
     "ImportanceConfig",
     "IngestConfig",
+    "LabelNoiseConfig",
     "LoraConfig",
     "ModelConfig",
     "OfflinePPOConfig",
     "OptimizerConfig",
+    "PairLossConfig",
     "PipelineConfig",
     "PolicyLossConfig",
     "PositiveFloat",
     "PositiveInt",
     "RenderingConfig",
+    "RewardComponentConfig",
     "RewardConfig",
     "RewardModelConfig",
     "RuntimeConfig",
@@ -129,34 +140,6 @@ class SftConfig(StageConfig):
                 f"model.tiny.max_position_embeddings {self.model.tiny.max_position_embeddings} is "
                 f"less than the {longest} tokens that rendering lets through"
             )
-        return self
-
-
-class RewardModelConfig(StageConfig):
-    """Bradley-Terry reward model on the base model's backbone."""
-
-    epochs: PositiveFloat = 1.0
-    max_steps: PositiveInt | None = None
-    batch_pairs: PositiveInt = 32
-    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
-    center_coef: float = Field(
-        0.0, ge=0.0, description="Weight of (r_chosen + r_rejected)^2: pins the offset."
-    )
-    evaluate_every_steps: PositiveInt = Field(
-        50, description="Steps between looks at the held-out loss."
-    )
-    select_best: bool = Field(
-        True, description="Keep the step with the lowest held-out loss, not the last."
-    )
-    optimizer: OptimizerConfig = OptimizerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    rendering: RenderingConfig = RenderingConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        check_shares("batch_pairs", self.batch_pairs, self.runtime)
-        check_budget(self.rendering, self.runtime, rows=2)
         return self
 
 

@@ -28,9 +28,7 @@ class RunLog(Protocol):
     def event(self, name: str, message: str) -> None:
         """Record something that happened, for instance a resume or a warning."""
 
-    def trial(
-        self, name: str, params: Mapping[str, float], metrics: Mapping[str, float]
-    ) -> None:
+    def trial(self, name: str, params: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         """Record one finished attempt of a search as a run nested under this one."""
 
     def file(self, path: Path, directory: str = "") -> None:

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from torch import Tensor
 
-from tasks.algorithms.reward_losses import (
-    PairRegularization,
-    bradley_terry_loss,
-    pairwise_accuracy,
-    split_interleaved,
-)
-from tasks.algorithms.samplers import LengthGroupedSampler
+from tasks.algorithms.calibration import pair_accuracy
 from tasks.artifacts import (
     PolicyCheckpoint,
     PreferenceDataset,
@@ -27,17 +20,37 @@ from tasks.artifacts import (
     RewardModelCheckpoint,
     write_reward_components,
 )
-from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.roles import Batch, RoleSpec, Row
+from tasks.backends.label_trust import CrossFit, cross_fit, with_trust
+from tasks.backends.reward_scoring import ComponentScores, RewardScorer, RewardScores
+from tasks.backends.reward_training import LabelledPairs, MemberTrainer, rated_margins
 from tasks.backends.session import Session, open_session
-from tasks.backends.supervised import SupervisedRun, count_steps, train_supervised
-from tasks.config import RewardModelConfig
+from tasks.backends.trajectories import Responses
+from tasks.config import RewardComponentConfig, RewardModelConfig
 from tasks.context import StageContext
-from tasks.data.pairs import read_pairs
-from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.data.pair_scores import PairScore, write_pair_scores
+from tasks.data.pairs import SPLITS
+from tasks.data.rendering import Renderer
+from tasks.data.reward_report import RewardReport, reward_report, scored_pairs, write_reward_report
 from tasks.errors import DataError, RewardError
 
-ROLE = "reward"
+Splits = Mapping[str, Responses]
+
+
+@dataclass(frozen=True)
+class TrainedComponent:
+    """One component before it is published.
+
+    Args:
+        component: its members, where they were trained, with statistics.
+        splits: the pairs it is about.
+        labels: what held-out members say of its training labels, if they were asked.
+        plain: a member trained on the labels as they are, if it was asked for.
+    """
+
+    component: RewardComponent
+    splits: Splits
+    labels: CrossFit | None
+    plain: RewardComponent | None
 
 
 @task(name="train-reward-model", cache_policy=NO_CACHE)
@@ -47,7 +60,7 @@ def train_reward_model(
     preferences: PreferenceDataset,
     base: PolicyCheckpoint,
 ) -> RewardModelCheckpoint:
-    """Fit P(chosen beats rejected) = sigmoid(r_chosen - r_rejected).
+    """Fit P(chosen beats rejected) = sigmoid(r_chosen - r_rejected), for each component.
 
     Raises:
         RlhfError: inputs that do not fit together (before training), or training that went wrong.
@@ -56,164 +69,190 @@ def train_reward_model(
     if base.manifest.renderer_fingerprint is not None:
         renderer.check_same(base.manifest.renderer_fingerprint, "the base model")
     ctx.draft.renderer_fingerprint = renderer.fingerprint
-    splits = {
-        name: _pairs_of(preferences, name, renderer, ctx)
-        for name in ("train", "validation", "test")
-    }
-    train = splits["train"]
-    steps = count_steps(len(train), cfg.batch_pairs, cfg.epochs, cfg.max_steps)
-    ctx.draft.counts |= {"train_pairs": len(train), "steps": steps}
+    splits = {name: Responses.of(preferences, name, renderer) for name in SPLITS}
+    ctx.draft.counts |= _counts(splits)
+    own = {name: _select(name, wanted, splits) for name, wanted in cfg.components.items()}
 
-    session = open_session(cfg.runtime)
-    session.load(RoleSpec(ROLE, "value_model", str(base.model_dir), cfg.seed, steps, cfg.optimizer))
-    best = _fit(ctx, cfg, session, splits, steps)
-    if cfg.select_best:
-        ctx.draft.metrics["selected_step"] = float(best.step)
-        session.load(
-            RoleSpec(ROLE, "value_model", str(best.directory), cfg.seed, trained_head=True)
-        )
-    mean, std = _score_statistics(session, train)
-    ctx.draft.metrics |= _report(session, splits) | {"score_mean": mean, "score_std": std}
-    return ctx.publish(RewardModelCheckpoint, partial(_write, session, mean, std))
-
-
-def pair_rows(pairs: Sequence[RenderedPair]) -> list[Row]:
-    """Return interleaved rows: chosen, rejected, chosen, rejected, ..."""
-    return [
-        Row(pair.prompt_ids, response)
-        for pair in pairs
-        for response in (pair.chosen_ids, pair.rejected_ids)
-    ]
-
-
-def _pairs_of(
-    preferences: PreferenceDataset, split: str, renderer: Renderer, ctx: StageContext
-) -> list[RenderedPair]:
-    pairs, left_out = render_pairs(read_pairs(preferences, split), renderer)
-    for reason, count in left_out.items():
-        ctx.draft.counts[f"{split}_{reason}"] = count
-    if not pairs:
-        raise DataError(
-            f"No pair of the {split} split fits the renderer: {left_out}",
-            "at least one",
-            "raise rendering.max_prompt_tokens or max_response_tokens, or ingest more pairs",
-        )
-    return pairs
-
-
-@dataclass
-class _Best:
-    """The step with the lowest held-out loss so far; kept on disk, so that a resumed run knows
-    it."""
-
-    root: Path
-    step: int = 0
-    loss: float = math.inf
-
-    @property
-    def directory(self) -> Path:
-        return self.root / f"best-{self.step:08d}"
-
-    def load(self) -> None:
-        file = self.root / "best.json"
-        if file.exists():
-            record = json.loads(file.read_text())
-            self.step, self.loss = record["step"], record["loss"]
-
-    def offer(self, step: int, loss: float, session: Session) -> None:
-        """Keep the role's weights when the loss is lower; the record names only complete
-        exports."""
-        if loss >= self.loss:
-            return
-        previous, self.step, self.loss = self.directory, step, loss
-        shutil.rmtree(self.directory, ignore_errors=True)
-        session.export(ROLE, self.directory)
-        temporary = self.root / "best.json.tmp"
-        temporary.write_text(json.dumps({"step": step, "loss": loss}))
-        temporary.replace(self.root / "best.json")
-        if previous != self.directory:
-            shutil.rmtree(previous, ignore_errors=True)
-
-
-def _fit(
-    ctx: StageContext,
-    cfg: RewardModelConfig,
-    session: Session,
-    splits: dict[str, list[RenderedPair]],
-    steps: int,
-) -> _Best:
-    from tasks.backends.verl_losses import pairwise_loss
-
-    regularization = PairRegularization(cfg.label_smoothing, cfg.center_coef)
-    session.set_loss(ROLE, partial(pairwise_loss, regularization))
-    ctx.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    best = _Best(ctx.checkpoint_dir)
-    best.load()
-
-    def evaluate(step: int) -> None:
-        if step % cfg.evaluate_every_steps and step != steps:
-            return
-        held_out = _pair_metrics(session, splits["validation"])
-        ctx.log.metrics({f"validation_{name}": value for name, value in held_out.items()}, step)
-        if cfg.select_best:
-            best.offer(step, held_out["log_loss"], session)
-
-    train = splits["train"]
-    run = SupervisedRun(
-        session,
-        ROLE,
-        steps,
-        cfg.batch_pairs,
-        lambda units: Batch(pair_rows([train[unit] for unit in units]), group_size=2),
-        CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
-        ctx.log,
-        evaluate,
+    trainer = MemberTrainer(
+        open_session(cfg.runtime), cfg, base.model_dir, ctx.checkpoint_dir, ctx.log
     )
-    lengths = [pair.longest_row_tokens for pair in train]
-    sampler = LengthGroupedSampler(lengths, batch_size=cfg.batch_pairs, seed=cfg.seed)
-    train_supervised(run, sampler, cfg.checkpoint)
-    return best
+    trained = [_train_component(ctx, trainer, name, part) for name, part in own.items()]
+    return ctx.publish(RewardModelCheckpoint, partial(_fill, ctx, trainer.session, trained, splits))
 
 
-def _pair_metrics(session: Session, pairs: Sequence[RenderedPair]) -> dict[str, float]:
-    """Return accuracy (ties count half), share of ties, and log loss in nats."""
-    chosen, rejected = split_interleaved(session.scores(ROLE, pair_rows(pairs)))
-    loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=float(len(pairs)))
-    counts = pairwise_accuracy(chosen, rejected)
-    return {
-        "accuracy": float(counts.accuracy),
-        "tie_share": float(counts.tie_sum / counts.n_pairs),
-        "log_loss": float(loss),
-    }
+def _counts(splits: Splits) -> dict[str, int]:
+    counts = {f"{name}_pairs": len(responses.pairs) for name, responses in splits.items()}
+    for name, responses in splits.items():
+        counts |= {f"{name}_{reason}": n for reason, n in responses.left_out.items()}
+    return counts
 
 
-def _report(session: Session, splits: dict[str, list[RenderedPair]]) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for split in ("validation", "test"):
-        for name, value in _pair_metrics(session, splits[split]).items():
-            metrics[f"{split}_{name}"] = value
-    n = len(splits["test"])
-    accuracy = metrics["test_accuracy"]
-    # Normal approximation of a proportion, 95 %.
-    metrics["test_accuracy_ci95"] = 1.96 * math.sqrt(accuracy * (1.0 - accuracy) / n)
-    return metrics
+def _select(name: str, wanted: RewardComponentConfig, splits: Splits) -> Splits:
+    """Return the pairs of a component.
+
+    Raises:
+        DataError: a split has none; names the subsets that there are.
+    """
+    if wanted.subsets is None:
+        return splits
+    selected = {split: part.of_subsets(wanted.subsets) for split, part in splits.items()}
+    for split, part in selected.items():
+        if not part.pairs:
+            known = sorted({pair.subset for pair in splits[split].pairs})
+            raise DataError(
+                f"Component {name!r} has no pair in the {split} split: subsets "
+                f"{list(wanted.subsets)} of {known}",
+                "at least one pair in each split",
+                f"correct reward_model.components.{name}.subsets, or ingest such pairs",
+            )
+    return selected
 
 
-def _score_statistics(session: Session, train: Sequence[RenderedPair]) -> tuple[float, float]:
+def _train_component(
+    ctx: StageContext, trainer: MemberTrainer, name: str, splits: Splits
+) -> TrainedComponent:
+    cfg = trainer.cfg
+    rated = rated_margins([pair.margin for pair in splits["train"].pairs], cfg.loss.margin_scale)
+    train = LabelledPairs(splits["train"].rendered, margins=rated)
+    validation = splits["validation"].rendered
+    labels, plain = None, None
+    if cfg.noise.compare:
+        directory = trainer.fit(f"{name}-plain", cfg.seed, train, validation)
+        plain = RewardComponent(name, (directory,), (0.0,), 1.0)
+    if cfg.noise.method != "none":
+        labels = cross_fit(trainer, name, cfg.seed, train, validation)
+        ctx.draft.metrics[f"{name}.contradicted_share"] = labels.contradicted_share
+        train = with_trust(train, labels, cfg.noise.method)
+    members = []
+    for index in range(cfg.members):
+        member = f"{name}-{index}"
+        members.append(trainer.fit(member, cfg.seed + index, train, validation))
+        step = trainer.selected_step(member)
+        if step is not None:
+            ctx.draft.metrics[f"{member}.selected_step"] = float(step)
+    raw = RewardComponent(name, tuple(members), (0.0,) * len(members), 1.0)
+    scores = _score(trainer.session, raw, splits["train"])
+    mean, std = _statistics(scores.raw, name)
+    ctx.draft.metrics |= {f"{name}.score_mean": mean, f"{name}.score_std": std}
+    means = tuple(scores.members.mean(dim=1).tolist())
+    return TrainedComponent(replace(raw, member_means=means, std=std), splits, labels, plain)
+
+
+def _score(session: Session, component: RewardComponent, part: Responses) -> ComponentScores:
+    scorer = RewardScorer.load_components(session, {component.name: component})
+    return scorer.score(part.rows).components[component.name]
+
+
+def _statistics(scores: Tensor, name: str) -> tuple[float, float]:
     """Return mean and standard deviation of the scores of all training responses."""
-    scores = session.scores(ROLE, pair_rows(train))
     mean, std = float(scores.mean()), float(scores.std())
     # Below this the spread is rounding noise of fp32 around the mean.
     if not std > 1e-6 * max(1.0, abs(mean)):
         raise RewardError(
-            f"The reward model gives every training response the score {mean}",
+            f"Component {name!r} gives every training response the score {mean}",
             "scores that differ",
             "train longer, raise the learning rate, or look at the data",
         )
     return mean, std
 
 
-def _write(session: Session, mean: float, std: float, directory: Path) -> None:
-    member = directory / "members" / "preference-0"
-    session.export(ROLE, member)
-    write_reward_components(directory, [RewardComponent("preference", (member,), mean, std)])
+def _fill(
+    ctx: StageContext,
+    session: Session,
+    trained: Sequence[TrainedComponent],
+    splits: Splits,
+    directory: Path,
+) -> None:
+    """Write members, statistics, scores and reports."""
+    ctx.draft.metrics |= _compare(session, trained)
+    components = [_publish_members(part.component, directory) for part in trained]
+    write_reward_components(directory, components)
+    scorer = RewardScorer.load_components(session, {c.name: c for c in components})
+    scores = {name: scorer.score(responses.rows) for name, responses in splits.items()}
+    write_pair_scores(directory / "pair_scores.parquet", _pair_scores(trained, splits, scores))
+    report = _report(splits, {name: found.raw for name, found in scores.items()})
+    ctx.draft.metrics |= report.metrics()
+    _write_report(ctx, report, directory, "report")
+    if len(trained) == 1:
+        return
+    for part in trained:
+        name = part.component.name
+        raw = {split: _score(session, part.component, r).raw for split, r in part.splits.items()}
+        report = _report(part.splits, raw)
+        ctx.draft.metrics |= {f"{name}.{key}": value for key, value in report.metrics().items()}
+        _write_report(ctx, report, directory, f"report/{name}")
+
+
+def _publish_members(component: RewardComponent, directory: Path) -> RewardComponent:
+    """Copy the members, and adapters that they were merged from, into the artefact."""
+    placed = []
+    for index, source in enumerate(component.member_dirs):
+        name = f"{component.name}-{index}"
+        placed.append(directory / "members" / name)
+        shutil.copytree(source, placed[-1])
+        adapter = source.with_name("adapter")
+        if adapter.is_dir():
+            shutil.copytree(adapter, directory / "adapters" / name)
+    return replace(component, member_dirs=tuple(placed))
+
+
+def _compare(session: Session, trained: Sequence[TrainedComponent]) -> dict[str, float]:
+    """Return the accuracy of a plain member and of the first one alone, where there is more."""
+    metrics = {}
+    for part in trained:
+        name, test = part.component.name, part.splits["test"]
+        alone = {"plain": part.plain}
+        if len(part.component.member_dirs) > 1:
+            first = part.component.member_dirs[:1], part.component.member_means[:1]
+            alone["first_member"] = RewardComponent(name, *first, part.component.std)
+        for label, component in alone.items():
+            if component is not None:
+                accuracy = pair_accuracy(_margins(_score(session, component, test).raw))
+                metrics[f"{name}.{label}_test_accuracy"] = accuracy.value
+    return metrics
+
+
+def _margins(scores: Tensor) -> Tensor:
+    return scores[0::2] - scores[1::2]
+
+
+def _report(splits: Splits, scores: Mapping[str, Tensor]) -> RewardReport:
+    validation, test = (
+        scored_pairs(part.pairs, part.rendered, raw[0::2], raw[1::2])
+        for part, raw in ((splits[name], scores[name]) for name in ("validation", "test"))
+    )
+    return reward_report(validation, test)
+
+
+def _write_report(ctx: StageContext, report: RewardReport, root: Path, place: str) -> None:
+    for file in write_reward_report(report, root / place):
+        ctx.log.file(file, place)
+
+
+def _pair_scores(
+    trained: Sequence[TrainedComponent], splits: Splits, scores: Mapping[str, RewardScores]
+) -> Iterator[PairScore]:
+    for part in trained:
+        name = part.component.name
+        judged = {}
+        if part.labels is not None:
+            ids = [pair.pair_id for pair in part.splits["train"].pairs]
+            columns = part.labels.margins.tolist(), part.labels.trust.tolist()
+            judged = dict(zip(ids, zip(*columns, strict=True), strict=True))
+        for split, responses in splits.items():
+            found = scores[split].components[name]
+            apart = found.pair_disagreement
+            disagreement = [None] * len(responses.pairs) if apart is None else apart.tolist()
+            total = found.total.tolist()
+            for index, pair in enumerate(responses.pairs):
+                margin, trust = judged.get(pair.pair_id, (None, None))
+                yield PairScore(
+                    pair.pair_id,
+                    split,
+                    name,
+                    total[2 * index],
+                    total[2 * index + 1],
+                    disagreement[index],
+                    margin,
+                    trust,
+                )

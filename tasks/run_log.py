@@ -149,9 +149,7 @@ class StageLog:
             # The message is not lost: it is in the log, and in events.jsonl when the run is closed.
             self._warn_once(error)
 
-    def trial(
-        self, name: str, params: Mapping[str, float], metrics: Mapping[str, float]
-    ) -> None:
+    def trial(self, name: str, params: Mapping[str, float], metrics: Mapping[str, float]) -> None:
         """Record one finished attempt of a search as a run nested under this one."""
         self.tracker.log_trial(self.run_id, name, params, metrics)
 

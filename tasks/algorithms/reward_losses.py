@@ -38,6 +38,21 @@ class PairRegularization:
         check_in_range("center_coef", self.center_coef, 0.0, 1e6)
 
 
+class PairTargets(NamedTuple):
+    """Hold what is known of each of P pairs beside its label.
+
+    Attributes:
+        weights: ``(P,)``, at least 0; a pair of weight 0 is padding and may hold anything. None =
+            all 1.
+        margins: ``(P,)`` inside the sigmoid; None or NaN = no margin known = 0.
+        trust: ``(P,)`` probability that the label is right, from 0 to 1; None = 1.
+    """
+
+    weights: Tensor | None = None
+    margins: Tensor | None = None
+    trust: Tensor | None = None
+
+
 class PairwiseAccuracy(NamedTuple):
     """Hold counts that add up over batches.
 
@@ -103,15 +118,15 @@ def bradley_terry_loss(
     rejected: Tensor,
     *,
     total_pairs: float,
-    margin: Tensor | None = None,
-    weights: Tensor | None = None,
+    targets: PairTargets | None = None,
     regularization: PairRegularization | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the Bradley-Terry loss of score pairs (1952; with margins: Touvron et al. 2023).
 
-    With ``z = chosen - rejected - margin`` and smoothing s::
+    With ``z = chosen - rejected - margin``, smoothing s and trust q, ``p = (1 - s) q + s (1 -
+    q)``::
 
-        loss = sum_i w_i * (-(1 - s) log sigmoid(z) - s log sigmoid(-z) + center (chosen +
+        loss = sum_i w_i * (-p_i log sigmoid(z) - (1 - p_i) log sigmoid(-z) + center (chosen +
         rejected)^2) / total_pairs
 
     The sum over micro-batches and ranks is the loss of the whole step.
@@ -119,8 +134,7 @@ def bradley_terry_loss(
     Args:
         chosen, rejected: ``(P,)`` scores.
         total_pairs: pairs (with weights: sum of weights) of the whole step.
-        margin: ``(P,)`` inside the sigmoid; None or NaN = no margin known = 0.
-        weights: ``(P,)``, at least 0; a pair of weight 0 is padding and may hold anything.
+        targets: weights, margins and trust; None = all pairs alike.
         regularization: label smoothing and centring; None = neither.
 
     Returns:
@@ -129,20 +143,22 @@ def bradley_terry_loss(
         ``weight_sum``.
 
     Raises:
-        DataError: shapes that differ, a negative weight, a total that is not above 0.
+        DataError: shapes that differ, a negative weight, a trust outside 0 to 1, a total that is
+            not above 0.
         TrainingError: a score that is not finite.
     """
     check_count("total_pairs", total_pairs)
-    pair_weights = _pair_weights(chosen, weights)
+    known = targets or PairTargets()
+    pair_weights = _pair_weights(chosen, known.weights)
     mask = pair_weights > 0
     better, worse = (
         _checked_scores("chosen", chosen, mask),
         _checked_scores("rejected", rejected, mask),
     )
-    logit = better - worse - _known_margin(margin, mask)
+    logit = better - worse - _known_margin(known.margins, mask)
     terms = regularization or PairRegularization()
-    smoothing = terms.label_smoothing
-    pair_loss = -(1.0 - smoothing) * logsigmoid(logit) - smoothing * logsigmoid(-logit)
+    right = _label_probability(known.trust, terms.label_smoothing, mask)
+    pair_loss = -right * logsigmoid(logit) - (1.0 - right) * logsigmoid(-logit)
     pair_loss = pair_loss + terms.center_coef * (better + worse).square()
     loss_sum = (pair_weights * sanitize(pair_loss, mask)).sum()
     metrics = _pair_metrics(better.detach(), worse.detach(), mask)
@@ -180,6 +196,21 @@ def _known_margin(margin: Tensor | None, mask: Tensor) -> Tensor:
     known = mask & ~torch.isnan(margin)
     check_finite("margin", margin, known)
     return sanitize(margin.detach().float(), known)
+
+
+def _label_probability(trust: Tensor | None, smoothing: float, mask: Tensor) -> Tensor:
+    if trust is None:
+        return torch.full(mask.shape, 1.0 - smoothing, device=mask.device)
+    check_shape("trust", trust, mask.shape)
+    check_finite("trust", trust, mask)
+    known = sanitize(trust.detach().float(), mask)
+    if bool(((known < 0) | (known > 1)).any()):
+        raise DataError(
+            f"a label trust from {float(known.min())} to {float(known.max())}",
+            "probabilities, from 0 to 1",
+            "compute the trust with label_trust",
+        )
+    return (1.0 - smoothing) * known + smoothing * (1.0 - known)
 
 
 def _pair_metrics(chosen: Tensor, rejected: Tensor, mask: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +16,7 @@ from tasks.backends.trajectories import Responses, cached_logprobs, response_row
 from tasks.config import OfflinePPOConfig
 from tasks.context import StageContext
 from tasks.data.hh import Pair
+from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
 
@@ -105,11 +105,6 @@ def logged_logprobs(train: Responses) -> list[Tensor]:
     ]
 
 
-def fold_of(prompt_id: str) -> int:
-    """Return the fold of a prompt; all responses of a prompt share it."""
-    return int(hashlib.sha256(prompt_id.encode()).hexdigest(), 16) % FOLDS
-
-
 def _cross_fit(
     ctx: StageContext,
     cfg: OfflinePPOConfig,
@@ -120,7 +115,7 @@ def _cross_fit(
     """Score each fold with a policy cloned on the other one: a memorised response would look too
     likely."""
     found: list[Tensor] = [Tensor()] * len(rows)
-    folds = [fold_of(pair.prompt_id) for pair in pairs]
+    folds = [fold_of(pair.prompt_id, FOLDS) for pair in pairs]
     for fold in range(FOLDS):
         seen = [pair for pair, own in zip(pairs, folds, strict=True) if own != fold]
         held_out = [index for index, own in enumerate(folds) if own == fold]

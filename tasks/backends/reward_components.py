@@ -11,7 +11,11 @@ from torch import Tensor
 from tasks.algorithms.reward_search import WeightTrial, best_trial, judge_weights, simplex_grid
 from tasks.artifacts import RewardModelCheckpoint
 from tasks.backends.reward_scoring import RewardScorer, RewardScores
-from tasks.backends.rewards import function_scores, load_reward_function, normalize_component
+from tasks.backends.rewards import (
+    function_scores_on_cluster,
+    load_reward_function,
+    normalize_component,
+)
 from tasks.backends.roles import Row
 from tasks.backends.session import Session
 from tasks.backends.trajectories import ComponentValues
@@ -77,8 +81,8 @@ class ComponentScorer:
         if "labels" in wanted:
             values["labels"] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
         if "function" in wanted:
-            function = load_reward_function(str(self.cfg.function_path), self.cfg.function_name)
-            values["function"] = function_scores(function, pairs)
+            path, name = str(self.cfg.function_path), self.cfg.function_name
+            values["function"] = function_scores_on_cluster(path, name, pairs)
         return ComponentValues(values, disagreement)
 
     def _normalized(self, scores: RewardScores, name: str) -> Tensor:

@@ -16,18 +16,44 @@ from tasks.errors import RewardError
 
 @dataclass(frozen=True)
 class ComponentScores:
-    """Scores of N rows by one component, the mean of its members.
+    """Scores of N rows by one component.
 
     Args:
-        total: (N,) in standard deviations of the training scores.
-        raw: (N,) as the members give them.
-        disagreement: (N,) standard deviation of the members' scores, each about its own mean over
-            these rows, in the unit of ``total``; None for a component of one member.
+        members: (K, N) raw scores.
+        means: (K,) of each member's scores over the training responses.
+        std: of the averaged scores over the same.
     """
 
-    total: Tensor
-    raw: Tensor
-    disagreement: Tensor | None = None
+    members: Tensor
+    means: Tensor
+    std: float
+
+    @property
+    def raw(self) -> Tensor:
+        """(N,) average of the members."""
+        return self.members.mean(dim=0)
+
+    @property
+    def total(self) -> Tensor:
+        """(N,) in standard deviations of the training scores."""
+        return (self.raw - self.means.mean()) / self.std
+
+    @property
+    def disagreement(self) -> Tensor | None:
+        """(N,) standard deviation of the members' scores, each about its own training mean, in the
+        unit of ``total``; None for one member."""
+        if len(self.members) < 2:
+            return None
+        # A Bradley-Terry score has a free offset, which is no disagreement.
+        return (self.members - self.means[:, None]).std(dim=0) / self.std
+
+    @property
+    def pair_disagreement(self) -> Tensor | None:
+        """(N / 2,) standard deviation of the members' margins, for rows laid out chosen, rejected,
+        chosen, ...; None for one member."""
+        if len(self.members) < 2:
+            return None
+        return (self.members[:, 0::2] - self.members[:, 1::2]).std(dim=0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +102,13 @@ class RewardScorer:
     @classmethod
     def load(cls, session: Session, checkpoint: RewardModelCheckpoint) -> RewardScorer:
         """Put the reward model into the workers."""
-        components = checkpoint.components
+        return cls.load_components(session, checkpoint.components)
+
+    @classmethod
+    def load_components(
+        cls, session: Session, components: Mapping[str, RewardComponent]
+    ) -> RewardScorer:
+        """Put the members of these components into the workers."""
         for component in components.values():
             for index, directory in enumerate(component.member_dirs):
                 name = _role(component.name, index)
@@ -94,14 +126,11 @@ class RewardScorer:
         )
 
     def _score(self, component: RewardComponent, rows: Sequence[Row]) -> ComponentScores:
-        if not rows:
-            return ComponentScores(torch.zeros(0), torch.zeros(0))
-        members = torch.stack(
-            [
-                self.session.scores(_role(component.name, index), rows)
-                for index in range(len(component.member_dirs))
-            ]
-        )
+        n_members = len(component.member_dirs)
+        members = torch.zeros(n_members, 0)
+        if rows:
+            roles = [_role(component.name, index) for index in range(n_members)]
+            members = torch.stack([self.session.scores(role, rows) for role in roles])
         broken = int((~torch.isfinite(members)).any(dim=0).sum())
         if broken:
             raise RewardError(
@@ -109,24 +138,7 @@ class RewardScorer:
                 "finite scores",
                 "look at the run that trained it, or use another reward model",
             )
-        return combine_members(members, component.mean, component.std)
-
-
-def combine_members(members: Tensor, mean: float, std: float) -> ComponentScores:
-    """Average the scores of members.
-
-    Args:
-        members: (K, N) raw scores.
-        mean: of the averaged scores over the training responses.
-        std: of the same.
-    """
-    raw = members.mean(dim=0)
-    disagreement = None
-    if len(members) > 1:
-        # A Bradley-Terry score has a free offset, which is no disagreement.
-        centred = members - members.mean(dim=1, keepdim=True)
-        disagreement = centred.std(dim=0) / std
-    return ComponentScores((raw - mean) / std, raw, disagreement)
+        return ComponentScores(members, torch.tensor(component.member_means), component.std)
 
 
 def _role(component: str, index: int) -> str:

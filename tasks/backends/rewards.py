@@ -19,6 +19,7 @@ from tasks.data.hh import Pair
 from tasks.errors import MissingInputError, RewardError
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
+PAIRS_PER_TASK = 2000
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -101,6 +102,47 @@ def function_scores(function: RewardFunction, pairs: Sequence[Pair]) -> Tensor:
                 )
             scores.append(value)
     return torch.tensor(scores)
+
+
+def function_scores_on_cluster(
+    path: str, name: str, pairs: Sequence[Pair], pairs_per_task: int = PAIRS_PER_TASK
+) -> Tensor:
+    """Score both responses of each pair with a function of the user's, in Ray tasks.
+
+    The file must be there on every node. Few pairs are scored here: a task needs seconds to start.
+
+    Args:
+        path: Python file.
+        name: function in it.
+        pairs: P pairs.
+        pairs_per_task: pairs that one task scores.
+
+    Returns:
+        (2P,) fp32, chosen first.
+
+    Raises:
+        RewardError: as in `function_scores`.
+    """
+    if len(pairs) <= pairs_per_task:
+        return function_scores(load_reward_function(path, name), pairs)
+    import ray
+
+    # The ranks hold the CPUs of a small machine for as long as they live.
+    score = ray.remote(num_cpus=0)(_score_part)
+    starts = range(0, len(pairs), pairs_per_task)
+    parts = [
+        score.remote(path, name, list(pairs[start : start + pairs_per_task])) for start in starts
+    ]
+    try:
+        return torch.cat(ray.get(parts))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RewardError):
+            raise error.cause from None
+        raise
+
+
+def _score_part(path: str, name: str, pairs: Sequence[Pair]) -> Tensor:
+    return function_scores(load_reward_function(path, name), pairs)
 
 
 def normalize_component(cfg: RewardConfig, raw: Tensor, mean: float, std: float) -> Tensor:

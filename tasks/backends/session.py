@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tasks.config import RuntimeConfig
 from tasks.errors import ConfigError, TrainingError
 
 ROWS_PER_CALL = 1024
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,20 +31,28 @@ class Session:
         group: verl's handle of the ranks.
         runtime: how roles are built.
         host: what the group was started with.
+        notes: role to why its rows do not share their prompts, which costs time but changes
+            nothing; only roles for which `RuntimeConfig` asks for it in vain.
     """
 
     group: Any
     runtime: RuntimeConfig
     host: HostSpec
+    notes: dict[str, str] = field(default_factory=dict)
 
     def load(self, *specs: RoleSpec) -> None:
         """Build roles inside the running workers."""
         for spec in specs:
-            self.group.load_role(spec, self.runtime)
+            reason = self.group.load_role(spec, self.runtime)[0]
+            self.notes.pop(spec.name, None)
+            if reason is not None:
+                self.notes[spec.name] = reason
+                _LOG.warning("Role %s computes each prompt again: %s", spec.name, reason)
 
     def drop(self) -> None:
         """Free all roles; the processes stay for the next stage."""
         self.group.drop_roles()
+        self.notes.clear()
 
     def set_loss(self, role: str, loss_fn: Callable[..., Any]) -> None:
         """Set the loss of a role's next steps."""
@@ -149,10 +160,11 @@ class Session:
         self, role: str, rows: Sequence[Row], names: Iterable[str], flags: dict[str, Any]
     ) -> dict[str, list[torch.Tensor]]:
         outputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-        # Rows of like length together: less padding. The order is restored below.
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        for start in range(0, len(order), ROWS_PER_CALL):
-            part = [rows[i] for i in order[start : start + ROWS_PER_CALL]]
+        # The order of the rows is restored below.
+        calls = plan_calls(rows, ROWS_PER_CALL)
+        order = [i for call in calls for i in call]
+        for call in calls:
+            part = [rows[i] for i in call]
             n_real = len(part)
             part += [part[-1]] * (-n_real % self.host.ranks)
             data = to_tensordict(Batch(part), {"role": role, "compute_loss": False} | flags)
@@ -163,6 +175,30 @@ class Session:
         return {
             name: [found[place[i]] for i in range(len(rows))] for name, found in outputs.items()
         }
+
+
+def plan_calls(rows: Sequence[Row], rows_per_call: int) -> list[list[int]]:
+    """Cut rows into calls: rows of a prompt side by side, and prompts of like length, counted with
+    all their responses, in one call.
+
+    Returns:
+        Indices into ``rows``, at most ``rows_per_call`` in a call; a prompt of more rows is cut.
+    """
+    prompts: dict[tuple[int, ...], list[int]] = {}
+    for index, row in enumerate(rows):
+        prompts.setdefault(tuple(row.prompt_ids), []).append(index)
+
+    def merged_length(group: list[int]) -> int:
+        return len(rows[group[0]].prompt_ids) + sum(len(rows[i].response_ids) for i in group)
+
+    calls: list[list[int]] = []
+    for group in sorted(prompts.values(), key=merged_length):
+        for start in range(0, len(group), rows_per_call):
+            piece = group[start : start + rows_per_call]
+            if not calls or len(calls[-1]) + len(piece) > rows_per_call:
+                calls.append([])
+            calls[-1] += piece
+    return calls
 
 
 def _before_tokens(values: torch.Tensor, row: Row) -> torch.Tensor:
@@ -197,8 +233,21 @@ def _flatten(value: Any) -> Iterable[float]:
         yield float(value)
 
 
-def _nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(list(tensors), layout=torch.jagged)
+def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+    """Return values that lie end to end as rows of these lengths."""
+    offsets = torch.tensor([0, *accumulate(lengths)])
+    rows: torch.Tensor = torch.nested.nested_tensor_from_jagged(
+        values, offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )
+    return rows
+
+
+def _column(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return _jagged(torch.cat(list(tensors)), [len(tensor) for tensor in tensors])
+
+
+def _ids(parts: Iterable[Sequence[int]]) -> torch.Tensor:
+    return torch.tensor([token for part in parts for token in part])
 
 
 def to_tensordict(batch: Batch, flags: dict[str, Any]) -> Any:
@@ -208,24 +257,26 @@ def to_tensordict(batch: Batch, flags: dict[str, Any]) -> Any:
     """
     from verl.utils import tensordict_utils as tu
 
-    prompts = [torch.tensor(row.prompt_ids) for row in batch.rows]
-    responses = [torch.tensor(row.response_ids) for row in batch.rows]
-    ids = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
-    masks = [
-        torch.cat([torch.zeros_like(prompt), torch.ones_like(response)])
-        for prompt, response in zip(prompts, responses, strict=True)
-    ]
+    rows = batch.rows
+    prompt_tokens = [len(row.prompt_ids) for row in rows]
+    response_tokens = [len(row.response_ids) for row in rows]
+    row_tokens = [len(row) for row in rows]
+    positions = torch.tensor([position for n in row_tokens for position in range(n)])
+    in_response = positions >= torch.tensor(prompt_tokens).repeat_interleave(
+        torch.tensor(row_tokens)
+    )
+    ids = _ids(part for row in rows for part in (row.prompt_ids, row.response_ids))
     tensors = {
-        "input_ids": _nested(ids),
-        "position_ids": _nested([torch.arange(len(row)) for row in ids]),
-        "loss_mask": _nested(masks),
-        "prompts": _nested(prompts),
-        "responses": _nested(responses),
-        **{name: _nested(column) for name, column in batch.columns.items()},
+        "input_ids": _jagged(ids, row_tokens),
+        "position_ids": _jagged(positions, row_tokens),
+        "loss_mask": _jagged(in_response.long(), row_tokens),
+        "prompts": _jagged(_ids(row.prompt_ids for row in rows), prompt_tokens),
+        "responses": _jagged(_ids(row.response_ids for row in rows), response_tokens),
+        **{name: _column(column) for name, column in batch.columns.items()},
     }
     plain = {
         "temperature": 1.0,
-        "global_batch_size": len(ids),
+        "global_batch_size": len(rows),
         "force_group_size": batch.group_size,
     }
     return tu.get_tensordict(tensors, non_tensor_dict={**plain, **batch.scalars, **flags})

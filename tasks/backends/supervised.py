@@ -36,7 +36,8 @@ class SupervisedRun:
         make_batch: builds a batch of these units.
         store: checkpoints.
         log: where to report.
-        after_step: called with the step number after each step; may evaluate.
+        after_step: called with the step number after each step; may evaluate; True ends training.
+        prefix: of the metrics' names, to tell several loops of one run apart.
     """
 
     session: Session
@@ -46,7 +47,8 @@ class SupervisedRun:
     make_batch: Callable[[Sequence[int]], Batch]
     store: CheckpointStore
     log: RunLog
-    after_step: Callable[[int], None] = lambda step: None
+    after_step: Callable[[int], bool] = lambda step: False
+    prefix: str = ""
 
 
 def train_supervised(
@@ -65,10 +67,16 @@ def train_supervised(
         tokens += sum(map(len, batch.rows))
         if step % LOG_EVERY_STEPS == 0 or step == run.steps:
             rate = tokens / max(time.monotonic() - since, 1e-9)
-            run.log.metrics(per_unit(metrics) | {"tokens_per_second": rate}, step)
+            readable = per_unit(metrics) | {"tokens_per_second": rate}
+            head = f"{run.prefix}/" if run.prefix else ""
+            run.log.metrics({head + name: value for name, value in readable.items()}, step)
             tokens, since = 0, time.monotonic()
-        run.after_step(step)
-        run.log.progress(step, run.steps, f"loss {metrics['loss']:.3f}")
+        is_done = run.after_step(step)
+        what = f"{run.prefix} " if run.prefix else ""
+        run.log.progress(step, run.steps, f"{what}loss {metrics['loss']:.3f}")
+        if is_done:
+            run.log.event("stopped_early", f"{what}after step {step} of {run.steps}")
+            return
         if step % checkpoint.save_every_steps == 0 and step < run.steps:
             run.store.save(step, run.session, [run.role], {"sampler": sampler.state_dict()})
 

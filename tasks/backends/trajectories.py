@@ -53,6 +53,13 @@ class Responses:
         kept = {pair.pair_id for pair in rendered}
         return cls([pair for pair in pairs if pair.pair_id in kept], rendered, left_out)
 
+    def of_subsets(self, subsets: Sequence[str]) -> Responses:
+        """Return the part of these subsets."""
+        chosen = [i for i, pair in enumerate(self.pairs) if pair.subset in subsets]
+        return Responses(
+            [self.pairs[i] for i in chosen], [self.rendered[i] for i in chosen], self.left_out
+        )
+
     @cached_property
     def rows(self) -> list[Row]:
         """2P rows: chosen, rejected, chosen, rejected, ..."""

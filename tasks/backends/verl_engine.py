@@ -1,10 +1,4 @@
-"""verl's FSDP engines with micro-batches of like length.
-
-verl balances micro-batches by total tokens and so mixes long and short rows, which it then pads to
-the longest. Here rows are sorted by length first and cut where padding plus the fixed cost of a
-micro-batch is least. Every loss is a share of the whole step's loss, so the cut changes nothing but
-time.
-"""
+"""verl's FSDP engines with micro-batches of like length, in which rows may share their prompts."""
 
 from __future__ import annotations
 
@@ -14,98 +8,48 @@ from typing import Any
 import torch
 import verl.workers.engine.fsdp.transformer_impl as verl_fsdp
 from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional as verl_functional
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-# What starting one more micro-batch costs, in tokens of work (about 10 ms for the tiny model).
-MICRO_BATCH_COST_TOKENS = 384
-_MAX_CUT_POINTS = 64
+from tasks.algorithms.prefix_rows import MergeLimit, RowLayout, dense_mask, prefix_mask_mod
+from tasks.backends.micro_batches import layout_of, make_micro_batches
+from tasks.backends.prompt_sharing import FLEX_ATTENTION, attention_tokens
 
 
-def length_buckets(lengths: Sequence[int], budget_tokens: int, cost_tokens: int) -> list[list[int]]:
-    """Partition units into buckets of like length.
-
-    Minimises sum over buckets of (size * longest + cost_tokens) over contiguous cuts of the sorted
-    lengths, each bucket's padded size at most ``budget_tokens`` (a single unit may exceed it).
+def attention_mask(segments: Tensor, attention: str) -> Any:
+    """Return the mask of merged rows as an attention implementation of transformers takes it.
 
     Args:
-        lengths: tokens of each unit.
-        budget_tokens: padded tokens of one bucket.
-        cost_tokens: fixed cost of a bucket.
+        segments: (G, W), see `RowLayout`.
+        attention: name of the implementation.
 
     Returns:
-        Buckets of indices into ``lengths``, longest first; every index once.
+        A block mask for flex attention, else a bool tensor (G, 1, W, W), True = attends.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    n = len(order)
-    stride = max(1, -(-n // _MAX_CUT_POINTS))
-    cuts = [*range(0, n, stride), n]
-    best = [0.0] + [float("inf")] * (len(cuts) - 1)
-    previous = [0] * len(cuts)
-    for end in range(1, len(cuts)):
-        for start in range(end):
-            padded = lengths[order[cuts[start]]] * (cuts[end] - cuts[start])
-            fits = padded <= budget_tokens or end - start == 1
-            total = best[start] + padded + cost_tokens
-            if fits and total < best[end]:
-                best[end], previous[end] = total, start
-    buckets = []
-    end = len(cuts) - 1
-    while end:
-        start = previous[end]
-        buckets += _within_budget(order[cuts[start] : cuts[end]], lengths, budget_tokens)
-        end = start
-    return sorted(buckets, key=lambda bucket: -lengths[bucket[0]])
+    if attention != FLEX_ATTENTION:
+        return dense_mask(segments)
+    n_rows, width = segments.shape
+    mask_mod = prefix_mask_mod(segments)
+    return create_block_mask(mask_mod, n_rows, None, width, width, device=segments.device)
 
 
-def _within_budget(
-    bucket: list[int], lengths: Sequence[int], budget_tokens: int
-) -> list[list[int]]:
-    """Cut a bucket that is over the budget because its cut points were coarse."""
-    size = max(1, budget_tokens // max(lengths[bucket[0]], 1))
-    return [bucket[start : start + size] for start in range(0, len(bucket), size)]
+class _MergedRows:
+    """Mixed into a verl engine: cuts micro-batches by length and merges rows of the same prompt.
 
+    The batch and the outputs keep verl's layout, one jagged row per prompt and response.
+    """
 
-def match_count(buckets: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the largest buckets until there are ``count``: all ranks must run the same number of
-    passes."""
-    buckets = list(buckets)
-    while len(buckets) < count:
-        buckets.sort(key=len)
-        largest = buckets.pop()
-        half = len(largest) // 2
-        if half == 0:
-            raise RuntimeError(f"{len(buckets) + 1} rows cannot make {count} micro-batches")
-        buckets += [largest[:half], largest[half:]]
-    return buckets
+    module: Any
+    attention_tokens: float | None = None
 
-
-def _bucketed_micro_batches(
-    data: TensorDict, dp_group: Any = None, **_: Any
-) -> tuple[list[TensorDict], list[list[int]]]:
-    """Stand in for verl's ``prepare_micro_batches``."""
-    group_size = int(tu.get_non_tensor_data(data, "force_group_size", 1))
-    row_lengths = data["input_ids"].offsets().diff().tolist()
-    groups = range(0, len(row_lengths), group_size)
-    # Rows of a group are padded to the longest of the micro-batch, so the longest row stands for
-    # its group.
-    lengths = [group_size * max(row_lengths[first : first + group_size]) for first in groups]
-    buckets = length_buckets(lengths, int(data["max_token_len_per_gpu"]), MICRO_BATCH_COST_TOKENS)
-    if dp_group is not None and torch.distributed.get_world_size(dp_group) > 1:
-        count = torch.tensor([len(buckets)], device=data["input_ids"].device)
-        torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=dp_group)
-        buckets = match_count(buckets, int(count))
-    rows = [
-        [group * group_size + offset for group in bucket for offset in range(group_size)]
-        for bucket in buckets
-    ]
-    return [tu.index_select_tensor_dict(data, bucket) for bucket in rows], rows
-
-
-class _LengthBuckets:
-    """Mixed into a verl engine: cuts micro-batches by length."""
+    def share_prompts(self) -> None:
+        """Merge rows of the same prompt from now on."""
+        self.attention_tokens = attention_tokens(self.module.config)
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
@@ -113,19 +57,108 @@ class _LengthBuckets:
         # With this flag verl puts the outputs back into the order of the rows.
         tu.assign_non_tensor(data, use_dynamic_bsz=True)
         original = verl_fsdp.prepare_micro_batches
-        verl_fsdp.prepare_micro_batches = _bucketed_micro_batches
+        verl_fsdp.prepare_micro_batches = self._micro_batches
         try:
             return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[misc]
         finally:
             verl_fsdp.prepare_micro_batches = original
 
+    def _micro_batches(
+        self, data: TensorDict, dp_group: Any = None, **_: Any
+    ) -> tuple[list[TensorDict], list[list[int]]]:
+        limit = None
+        if self.attention_tokens is not None:
+            limit = MergeLimit(int(data["max_token_len_per_gpu"]), self.attention_tokens)
+        return make_micro_batches(data, limit, dp_group)
 
-class LanguageEngine(_LengthBuckets, FSDPEngineWithLMHead):  # type: ignore[misc]
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        """Return the model's arguments, and what `prepare_model_outputs` needs."""
+        layout = layout_of(micro_batch)
+        if layout is None:
+            plain: tuple[dict[str, Any], Any] = super().prepare_model_inputs(micro_batch)  # type: ignore[misc]
+            return plain
+        ids = micro_batch["input_ids"].values()
+        layout = layout.to(ids.device)
+        # What padding holds changes nothing; 0 is an id of every vocabulary.
+        inputs = {
+            "input_ids": layout.merge(ids, 0),
+            "attention_mask": attention_mask(
+                layout.segments, self.module.config._attn_implementation
+            ),
+            "position_ids": layout.positions,
+        }
+        return inputs, layout
+
+
+def _like_rows(values: Tensor, micro_batch: TensorDict) -> Tensor:
+    """Return (N,) values of all tokens as jagged rows."""
+    offsets = micro_batch["input_ids"].offsets()
+    rows: Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return rows
+
+
+class LanguageEngine(_MergedRows, FSDPEngineWithLMHead):  # type: ignore[misc]
     """Language model with a vocabulary head."""
 
+    head_slots: Tensor | None = None
 
-class ValueEngine(_LengthBuckets, FSDPEngineWithValueHead):  # type: ignore[misc]
+    def share_prompts(self) -> None:
+        super().share_prompts()
+        self.module.get_output_embeddings().register_forward_pre_hook(self._only_before_response)
+
+    def _only_before_response(self, head: Any, args: Sequence[Any]) -> Any:
+        """Give the vocabulary head only the states from which a response token is predicted."""
+        slots, self.head_slots = self.head_slots, None
+        if slots is None:
+            return None
+        return (args[0].flatten(0, 1)[slots][None], *args[1:])
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        inputs, layout = super().prepare_model_inputs(micro_batch)
+        merged = isinstance(layout, RowLayout)
+        self.head_slots = layout.slots[layout.before_response] if merged else None
+        return inputs, layout
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """Return log-probabilities and what else is asked for as jagged rows, 0 in the prompts."""
+        if not isinstance(output_args, RowLayout):
+            plain: dict[str, Tensor] = super().prepare_model_outputs(
+                output, output_args, micro_batch, logits_processor_func
+            )
+            return plain
+        found: dict[str, Tensor] = {}
+        logits = output.logits[0]
+        temperature = float(tu.get_non_tensor_data(micro_batch, "temperature", 1.0))
+        if temperature != 1.0:
+            logits = logits / temperature
+        if tu.get_non_tensor_data(micro_batch, "distillation_use_topk", False):
+            columns = logits_processor_func(student_logits=logits[None], data=micro_batch)
+            found |= {name: column[0] for name, column in columns.items()}
+        labels = micro_batch["input_ids"].values()[output_args.before_response + 1]
+        found["log_probs"] = verl_fsdp.logprobs_from_logits(logits=logits, labels=labels)
+        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+            found["entropy"] = verl_functional.entropy_from_logits(logits)
+        return {
+            name: _like_rows(output_args.fill(values), micro_batch)
+            for name, values in found.items()
+        }
+
+
+class ValueEngine(_MergedRows, FSDPEngineWithValueHead):  # type: ignore[misc]
     """Model with one score per token."""
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, Tensor]:
+        """Return the values as jagged rows."""
+        if not isinstance(output_args, RowLayout):
+            plain: dict[str, Tensor] = super().prepare_model_outputs(
+                output, output_args, micro_batch, logits_processor_func
+            )
+            return plain
+        return {"values": _like_rows(output_args.spread(output.logits), micro_batch)}
 
 
 def _cpu_logprobs(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:

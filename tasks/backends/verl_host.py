@@ -20,6 +20,7 @@ import torch
 import verl.utils.model as verl_model
 from tensordict import TensorDict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoConfig
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import (
     Dispatch,
@@ -38,6 +39,11 @@ from verl.workers.config import (
 )
 from verl.workers.engine_workers import TrainingWorker
 
+from tasks.backends.prompt_sharing import (
+    attention_implementation,
+    plain_rows_reason,
+    shares_prompts,
+)
 from tasks.backends.roles import RoleSpec
 from tasks.backends.verl_engine import register_engines
 from tasks.config import RuntimeConfig
@@ -122,7 +128,7 @@ def _optimizer_config(spec: RoleSpec) -> FSDPOptimizerConfig:
     )
 
 
-def _worker_config(spec: RoleSpec, runtime: RuntimeConfig) -> TrainingWorkerConfig:
+def _worker_config(spec: RoleSpec, runtime: RuntimeConfig, attention: str) -> TrainingWorkerConfig:
     lora: dict[str, Any] = {}
     if spec.lora is not None:
         targets = spec.lora.target_modules
@@ -137,7 +143,7 @@ def _worker_config(spec: RoleSpec, runtime: RuntimeConfig) -> TrainingWorkerConf
             path=spec.model_dir,
             use_remove_padding=runtime.remove_padding,
             enable_gradient_checkpointing=runtime.gradient_checkpointing,
-            override_config={"attn_implementation": runtime.attention},
+            override_config={"attn_implementation": attention},
             **lora,
         ),
         engine_config=_engine_config(runtime),
@@ -163,15 +169,24 @@ class RoleHost(Worker):  # type: ignore[misc]
         self.workers: dict[str, TrainingWorker] = {}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_role(self, spec: RoleSpec, runtime: RuntimeConfig) -> None:
-        """Build a role; a role of the same name is replaced."""
+    def load_role(self, spec: RoleSpec, runtime: RuntimeConfig) -> str | None:
+        """Build a role; a role of the same name is replaced.
+
+        Returns:
+            Why its rows do not share their prompts though they should, or None.
+        """
         if spec.trained_head:
             _check_head(spec)
         self.workers.pop(spec.name, None)
         _seed_everything(spec.seed)
-        worker = TrainingWorker(_worker_config(spec, runtime))
+        model = AutoConfig.from_pretrained(spec.model_dir)
+        attention = attention_implementation(model, runtime, get_device_name())
+        worker = TrainingWorker(_worker_config(spec, runtime, attention))
         worker.engine.initialize()
+        if shares_prompts(model, runtime):
+            worker.engine.share_prompts()
         self.workers[spec.name] = worker
+        return plain_rows_reason(model, runtime)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def drop_roles(self) -> None:

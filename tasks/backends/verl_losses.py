@@ -24,9 +24,11 @@ from tasks.algorithms.policy_losses import (
 )
 from tasks.algorithms.reward_losses import (
     PairRegularization,
+    PairTargets,
     bradley_terry_loss,
     split_interleaved,
 )
+from tasks.backends.micro_batches import layout_of
 
 Loss = tuple[Tensor, dict[str, float]]
 
@@ -84,13 +86,30 @@ def pairwise_loss(
     data: Any = None,
     dp_group: Any = None,
 ) -> Loss:
-    """Bradley-Terry loss over interleaved rows: chosen, rejected, chosen, rejected, ..."""
+    """Bradley-Terry loss over interleaved rows: chosen, rejected, chosen, rejected, ...
+
+    Columns of one number per row, the same for both rows of a pair: ``weight``, ``margin``,
+    ``trust``, where the batch has them; scalar ``total_weight`` with the first.
+    """
     chosen, rejected = split_interleaved(last_token_scores(model_output["values"]))
-    total_pairs = float(data["global_batch_size"]) / 2
+    weights = _of_pairs(data, "weight")
+    total = data["global_batch_size"] / 2 if weights is None else data["total_weight"]
     loss, metrics = bradley_terry_loss(
-        chosen, rejected, total_pairs=total_pairs, regularization=regularization
+        chosen,
+        rejected,
+        total_pairs=float(total),
+        targets=PairTargets(weights, _of_pairs(data, "margin"), _of_pairs(data, "trust")),
+        regularization=regularization,
     )
     return loss * _ranks(data), _floats(metrics)
+
+
+def _of_pairs(data: Any, column: str) -> Tensor | None:
+    """Return a column of one number per row as (P,), from the first row of each pair."""
+    if column not in data.keys():  # noqa: SIM118  (a TensorDict iterates over rows)
+        return None
+    values: Tensor = data[column].values()[0::2]
+    return values
 
 
 def policy_loss(
@@ -148,6 +167,13 @@ def _positions_before_response(data: Any) -> Tensor:
     return torch.cat(spans)
 
 
+def _token_kl(data: Any, logits: Tensor, tau: float) -> Tensor:
+    """Return the divergence from the teacher at each response token, shape (M,), for logits (M,
+    V)."""
+    teacher = data["teacher_logprobs"].values(), data["teacher_ids"].values()
+    return topk_tail_kl(*teacher, logits, tau=tau)
+
+
 def distillation_loss(
     alpha: float,
     tau: float,
@@ -158,17 +184,15 @@ def distillation_loss(
 ) -> Any:
     """Soft and hard labels; columns ``teacher_logprobs`` (T_i, K) at ``tau`` and ``teacher_ids``.
 
-    verl calls it twice per micro-batch: with ``student_logits`` (1, N, V) for the per-token
-    divergence, which exists only while the logits do, and then as the loss.
+    verl calls it twice per micro-batch: with ``student_logits`` for the per-token divergence, which
+    exists only while the logits do, and then as the loss. The logits are (1, N, V), of all tokens,
+    or, where rows are merged, (1, M, V), of those before the response tokens.
     """
     if student_logits is not None:
+        if layout_of(data) is not None:
+            return {"token_kl": _token_kl(data, student_logits[0], tau)[None]}
         positions = _positions_before_response(data)
-        token_kl = topk_tail_kl(
-            data["teacher_logprobs"].values(),
-            data["teacher_ids"].values(),
-            student_logits[0, positions],
-            tau=tau,
-        )
+        token_kl = _token_kl(data, student_logits[0, positions], tau)
         all_tokens = torch.zeros(student_logits.shape[1], device=token_kl.device)
         return {"token_kl": all_tokens.index_put((positions,), token_kl)[None]}
     loss, metrics = soft_hard_loss(
@@ -195,7 +219,7 @@ def top_k_hook(
     loss.
 
     Args:
-        student_logits: (1, N, V) logits of all tokens of the micro-batch.
+        student_logits: (1, N, V) logits of the tokens of the micro-batch that have any.
         k: entries kept per token.
         tau: temperature of the softmax.
     """

@@ -21,6 +21,7 @@ _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
 _SIDES: Final = ("chosen", "rejected")
 _ID_DIGITS: Final = 20
 _LEAST_LOGPROB: Final = -1e9
+_LARGEST_MARGIN: Final = 1e9
 
 
 class QuarantineReason(Enum):
@@ -62,6 +63,7 @@ class Pair:
         source_line: 1-based line of the source file.
         logged: log-probabilities in nats of the whole chosen and rejected response, end of turn
             included, under the policy that wrote them; None where the source has none.
+        margin: how much better the chosen response was rated; None where the source has no ratings.
     """
 
     pair_id: str
@@ -73,6 +75,7 @@ class Pair:
     source_file: str
     source_line: int
     logged: tuple[float, float] | None = None
+    margin: float | None = None
 
     @property
     def n_turns(self) -> int:
@@ -133,11 +136,12 @@ def parse_line(line: bytes, subset: str, source_file: str, source_line: int) -> 
     Two row formats are known: ``{"chosen", "rejected"}`` and, with scores instead of a label,
     ``{"text": [a, b], "score": [x, y]}``. All strings are HH transcripts. Either may say how likely
     its policy found the responses: ``chosen_logprob`` and ``rejected_logprob``, or ``logprob: [a,
-    b]``, in nats.
+    b]``, in nats; and how far apart they were rated: ``margin``.
     """
     try:
         row = _decode_object(line)
-        (chosen, rejected), logged = _texts_of(row), _logged_of(row)
+        chosen, rejected = _texts_of(row)
+        logged, margin = _logged_of(row), _margin_of(row)
         prompt, responses = _split_pair(chosen, rejected)
     except _Refusal as refusal:
         raw = line.decode("utf-8", errors="backslashreplace").rstrip("\r\n")
@@ -153,6 +157,7 @@ def parse_line(line: bytes, subset: str, source_file: str, source_line: int) -> 
         source_file=source_file,
         source_line=source_line,
         logged=logged,
+        margin=margin,
     )
 
 
@@ -224,6 +229,16 @@ def _logged_of(row: dict[str, Any]) -> tuple[float, float] | None:
             detail = f"the log-probability of {side} is not a number of nats up to 0"
             raise _Refusal(QuarantineReason.WRONG_TYPE, detail)
     return float(values[0]), float(values[1])
+
+
+def _margin_of(row: dict[str, Any]) -> float | None:
+    """Return the difference of the scores, or what the row itself calls its margin."""
+    value = abs(row["score"][0] - row["score"][1]) if _is_scored(row) else row.get("margin")
+    if value is None:
+        return None
+    if not _is_finite_number(value) or not 0 <= value <= _LARGEST_MARGIN:
+        raise _Refusal(QuarantineReason.WRONG_TYPE, "'margin' must be a number from 0 to 1e9")
+    return float(value)
 
 
 def _scored_texts(texts: Any, scores: Any) -> tuple[str, str]:

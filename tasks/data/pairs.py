@@ -38,6 +38,11 @@ def split_of(prompt_id: str, seed: int, validation_share: float, test_share: flo
     return "validation" if position < test_share + validation_share else "train"
 
 
+def fold_of(prompt_id: str, n_folds: int) -> int:
+    """Return the fold of a prompt, from 0 to n_folds - 1; all pairs of a prompt share it."""
+    return int(hashlib.sha256(prompt_id.encode()).hexdigest(), 16) % n_folds
+
+
 def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
     """Return the Parquet row of a pair."""
     return {
@@ -54,6 +59,7 @@ def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
         "alternating": pair.alternating,
         "chosen_logprob": pair.logged[0] if pair.logged else None,
         "rejected_logprob": pair.logged[1] if pair.logged else None,
+        "margin": pair.margin,
         "source_file": pair.source_file,
         "source_line": pair.source_line,
     }
@@ -71,6 +77,7 @@ def row_to_pair(row: dict[str, Any]) -> Pair:
         source_file=row["source_file"],
         source_line=row["source_line"],
         logged=_logged_of(row),
+        margin=row["margin"],
     )
 
 
@@ -88,6 +95,7 @@ _PAIR_COLUMNS: Final = [
     "rejected",
     "chosen_logprob",
     "rejected_logprob",
+    "margin",
     "source_file",
     "source_line",
 ]

@@ -18,7 +18,8 @@ _NAME_KEY: Final = b"rlhf.schema"
 _VERSION_KEY: Final = b"rlhf.schema_version"
 
 
-def _schema(name: str, fields: Sequence[tuple[str, pa.DataType, bool]]) -> pa.Schema:
+def make_schema(name: str, fields: Sequence[tuple[str, pa.DataType, bool]]) -> pa.Schema:
+    """Return a named schema of this version; a field is name, type, and whether it may be null."""
     metadata = {_NAME_KEY: name.encode(), _VERSION_KEY: str(SCHEMA_VERSION).encode()}
     return pa.schema([pa.field(*field) for field in fields], metadata=metadata)
 
@@ -27,7 +28,7 @@ _MESSAGE: Final = pa.struct(
     [pa.field("role", pa.string(), False), pa.field("content", pa.large_string(), False)]
 )
 
-PAIR_SCHEMA: Final = _schema(
+PAIR_SCHEMA: Final = make_schema(
     "preference_pair",
     [
         ("pair_id", pa.string(), False),
@@ -43,12 +44,13 @@ PAIR_SCHEMA: Final = _schema(
         ("alternating", pa.bool_(), False),
         ("chosen_logprob", pa.float64(), True),
         ("rejected_logprob", pa.float64(), True),
+        ("margin", pa.float64(), True),
         ("source_file", pa.string(), False),
         ("source_line", pa.int64(), False),
     ],
 )
 
-QUARANTINE_SCHEMA: Final = _schema(
+QUARANTINE_SCHEMA: Final = make_schema(
     "quarantined_row",
     [
         ("reason", pa.string(), False),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tasks.data.templates import load_tokenizer
-from tasks.models.loading import load_student
+from tasks.models.loading import load_adapted_reward_model, load_student
 
 
 def merge_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
@@ -20,6 +20,17 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
         ModelError: base and adapter do not fit.
     """
     merged = load_student(base_dir, adapter_dir).merge_and_unload()
+    merged.save_pretrained(str(merged_dir))
+    load_tokenizer(base_dir).save_pretrained(str(merged_dir))
+
+
+def merge_reward_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
+    """Write base, adapter and value head as one reward model, in fp32.
+
+    Raises:
+        ModelError: base and adapter do not fit, or the adapter has no value head.
+    """
+    merged = load_adapted_reward_model(base_dir, adapter_dir).merge_and_unload()
     merged.save_pretrained(str(merged_dir))
     load_tokenizer(base_dir).save_pretrained(str(merged_dir))
 

@@ -59,26 +59,48 @@ def load_student(base_path: Path, adapter_path: Path, dtype: torch.dtype = torch
         ModelError: either is missing, or the adapter's tensors are not exactly those that its
             config puts on this base.
     """
+    return _adapt(load_causal_lm(base_path, dtype), base_path, adapter_path)
+
+
+def load_adapted_reward_model(base_path: Path, adapter_path: Path) -> Any:
+    """Load a reward model that is an adapter and a value head on a language model, in evaluation
+    mode, in fp32.
+
+    Raises:
+        ModelError: either is missing, or the adapter's tensors are not exactly those that its
+            config puts on this base, the head included.
+    """
+    base = AutoModelForTokenClassification.from_pretrained(
+        str(base_path),
+        num_labels=1,
+        dtype=torch.float32,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+    )
+    return _adapt(base, base_path, adapter_path)
+
+
+def _adapt(base: Any, base_path: Path, adapter_path: Path) -> Any:
     for name in (_ADAPTER_CONFIG, _ADAPTER_WEIGHTS):
         if not (adapter_path / name).is_file():
             raise ModelError(
                 f"{adapter_path} has no {name}",
                 expected="an adapter in PEFT format with safetensors weights",
-                fix="name the directory that distillation wrote; pickled adapters are not loaded",
+                fix="name the directory that the stage wrote; pickled adapters are not loaded",
             )
-    base = load_causal_lm(base_path, dtype)
     try:
         config = PeftConfig.from_pretrained(str(adapter_path))
         config.inference_mode = True
-        student = get_peft_model(base, config, autocast_adapter_dtype=False)
+        adapted = get_peft_model(base, config, autocast_adapter_dtype=False)
         weights = load_file(adapter_path / _ADAPTER_WEIGHTS)
-        result = set_peft_model_state_dict(student, weights)
+        result = set_peft_model_state_dict(adapted, weights)
     # peft raises ValueError, KeyError or RuntimeError, depending on what does not fit.
     except Exception as error:
         raise _unloadable(adapter_path, f"does not fit on {base_path}: {error}") from error
     missing = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
     _refuse_differences(adapter_path, missing, result.unexpected_keys)
-    return student.eval()
+    return adapted.eval()
 
 
 def _load(auto_class: Any, path: Path, dtype: torch.dtype, **options: Any) -> Any:

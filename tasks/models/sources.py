@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from tasks.artifacts import file_sha256
 from tasks.data.templates import find_end_of_turn, load_tokenizer
 from tasks.errors import ConfigError, ModelError, RlhfError
+from tasks.models import packages
 from tasks.models.weights import count_parameters, list_weight_files
 
 TINY: Final = "tiny"
@@ -61,8 +62,8 @@ class ResolvedModel:
 
     Attributes:
         path: local directory in transformers format.
-        name: what to call it: hub id or directory name.
-        revision: commit of a hub model; None for a local directory.
+        name: what to call it: hub id, package source or directory name.
+        revision: commit of a hub model, version of a package; None for a local directory.
         end_of_turn_id: token that the chat template puts after a response.
         pad_token_id: the tokenizer's own, else another special token than the end of turn if
             there is one, since a padding mask made by comparing ids would hide the latter.
@@ -85,12 +86,13 @@ def resolve_model(source: str, *, revision: str | None = None, cache_dir: Path) 
     """Find a model, download it where needed, and check that it can be trained.
 
     Args:
-        source: a local directory in transformers format, or a hub id.
+        source: a local directory in transformers format, a hub id, or ``package:NAME``.
         revision: commit, tag or branch of a hub id.
-        cache_dir: where downloads are kept.
+        cache_dir: where downloads are kept; a package's converted model is kept beside it.
 
     Raises:
-        ConfigError: ``source`` is "tiny", or a directory was given a revision.
+        ConfigError: ``source`` is "tiny" or an unknown package, or a directory or package was given
+            a revision.
         ModelError: the model is not reachable, or lacks config, tokenizer, chat template, weights
             in safetensors format or an end-of-turn token.
     """
@@ -100,6 +102,8 @@ def resolve_model(source: str, *, revision: str | None = None, cache_dir: Path) 
             expected="a directory or a hub id",
             fix="call tasks.models.tiny.build_tiny_model and resolve the directory it returns",
         )
+    if source.startswith(packages.PREFIX):
+        return _resolve_package(source, revision, cache_dir)
     directory = Path(source).expanduser()
     if source and directory.is_dir():
         if revision is not None:
@@ -112,11 +116,24 @@ def resolve_model(source: str, *, revision: str | None = None, cache_dir: Path) 
     if not _HUB_ID.fullmatch(source):
         raise ModelError(
             f"The model source {source!r} is neither a directory here nor a hub id",
-            expected="a directory in transformers format, a hub id like org/name, or 'tiny'",
+            expected="a directory in transformers format, a hub id like org/name, "
+            f"{packages.PREFIX}NAME, or 'tiny'",
             fix="correct the path; a relative one starts at the working directory",
         )
     snapshot = _download(source, revision, cache_dir)
     return _inspect(snapshot, name=source, revision=snapshot.name)
+
+
+def _resolve_package(source: str, revision: str | None, cache_dir: Path) -> ResolvedModel:
+    name, package = packages.find_package(source)
+    if revision is not None:
+        raise ConfigError(
+            f"Revision {revision!r} was given for {source}",
+            expected=f"no revision: the package is always version {package.version}",
+            fix="remove the revision",
+        )
+    directory = packages.load_package(name, cache_dir)
+    return _inspect(directory, name=source, revision=package.version)
 
 
 def _download(hub_id: str, revision: str | None, cache_dir: Path) -> Path:

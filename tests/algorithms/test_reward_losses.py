@@ -9,6 +9,7 @@ import torch
 
 from tasks.algorithms.reward_losses import (
     PairRegularization,
+    PairTargets,
     bradley_terry_loss,
     pairwise_accuracy,
     split_interleaved,
@@ -55,7 +56,10 @@ def test_margin_sits_inside_the_sigmoid_and_may_be_unknown() -> None:
     margin = torch.tensor([1.0, 0.0, math.nan])
     losses = [
         bradley_terry_loss(
-            chosen[i : i + 1], rejected[i : i + 1], total_pairs=1, margin=margin[i : i + 1]
+            chosen[i : i + 1],
+            rejected[i : i + 1],
+            total_pairs=1,
+            targets=PairTargets(margins=margin[i : i + 1]),
         )[0].item()
         for i in range(3)
     ]
@@ -67,7 +71,7 @@ def test_margin_sits_inside_the_sigmoid_and_may_be_unknown() -> None:
 
 def test_infinite_margin_is_an_error() -> None:
     with pytest.raises(TrainingError, match="margin"):
-        _loss(0.5, margin=torch.tensor([math.inf]))
+        _loss(0.5, targets=PairTargets(margins=torch.tensor([math.inf])))
 
 
 def test_interleaved_scores_of_three_pairs() -> None:
@@ -125,7 +129,7 @@ def test_a_pair_of_weight_zero_may_hold_nan() -> None:
     chosen = torch.tensor([1.0, math.nan], requires_grad=True)
     rejected = torch.tensor([0.0, math.inf], requires_grad=True)
     loss, metrics = bradley_terry_loss(
-        chosen, rejected, total_pairs=2, weights=torch.tensor([2.0, 0.0])
+        chosen, rejected, total_pairs=2, targets=PairTargets(weights=torch.tensor([2.0, 0.0]))
     )
     loss.backward()
     assert loss.item() == pytest.approx(2 * 0.3132617 / 2, abs=1e-6)
@@ -139,7 +143,7 @@ def test_nan_scores_and_bad_weights_are_refused() -> None:
     with pytest.raises(TrainingError, match="chosen"):
         bradley_terry_loss(torch.tensor([math.nan]), torch.tensor([0.0]), total_pairs=1)
     with pytest.raises(DataError, match="weight of -1"):
-        _loss(0.0, weights=torch.tensor([-1.0]))
+        _loss(0.0, targets=PairTargets(weights=torch.tensor([-1.0])))
     with pytest.raises(DataError, match="total_pairs"):
         bradley_terry_loss(torch.ones(1), torch.ones(1), total_pairs=0)
 
@@ -159,3 +163,36 @@ def test_any_split_gives_the_same_loss_and_gradient() -> None:
     for loss_value, grad in results[1:]:
         assert loss_value == pytest.approx(results[0][0], abs=1e-6)
         torch.testing.assert_close(grad, results[0][1], atol=1e-6, rtol=0)
+
+
+def test_trust_mixes_both_labels() -> None:
+    # z = 1: -log sigmoid(1) = 0.313262, -log sigmoid(-1) = 1.313262.
+    def loss(trust: float, smoothing: float = 0.0) -> float:
+        return _loss(
+            1.0,
+            targets=PairTargets(trust=torch.tensor([trust])),
+            regularization=PairRegularization(label_smoothing=smoothing),
+        )
+
+    assert loss(1.0) == pytest.approx(0.313262, abs=1e-6)
+    assert loss(0.0) == pytest.approx(1.313262, abs=1e-6)
+    assert loss(0.7) == pytest.approx(0.7 * 0.313262 + 0.3 * 1.313262, abs=1e-6)
+    # Smoothing 0.1 of trust 0.7: p = 0.9 * 0.7 + 0.1 * 0.3 = 0.66.
+    assert loss(0.7, 0.1) == pytest.approx(0.66 * 0.313262 + 0.34 * 1.313262, abs=1e-6)
+
+
+@pytest.mark.parametrize("trust", [-0.1, 1.1])
+def test_trust_is_a_probability(trust: float) -> None:
+    with pytest.raises(DataError, match="label trust"):
+        _loss(1.0, targets=PairTargets(trust=torch.tensor([trust])))
+
+
+def test_padding_may_hold_any_trust_and_margin() -> None:
+    chosen, rejected = torch.tensor([1.0, math.nan]), torch.tensor([0.0, 3.0])
+    broken = PairTargets(
+        weights=torch.tensor([1.0, 0.0]),
+        margins=torch.tensor([0.0, math.inf]),
+        trust=torch.tensor([1.0, math.nan]),
+    )
+    loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=1, targets=broken)
+    assert loss.item() == pytest.approx(0.313262, abs=1e-6)

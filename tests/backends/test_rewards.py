@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from tasks.backends.rewards import (
     function_scores,
+    function_scores_on_cluster,
     load_reward_function,
     normalize_component,
     rewards_of,
 )
-from tasks.config import RewardConfig
+from tasks.config import RewardConfig, RuntimeConfig
 from tasks.data.hh import Message, Pair
 from tasks.errors import MissingInputError, RewardError
 
@@ -134,3 +136,24 @@ def test_row_and_value_are_named(write: Write, body: str, expected: str) -> None
     with pytest.raises(RewardError, match=expected) as caught:
         function_scores(_function(write, body), PAIRS)
     assert "x.jsonl:7" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_function_scores_the_same_in_ray_tasks(write: Write, cluster: None) -> None:
+    from tasks.backends.cluster import connect
+
+    connect(RuntimeConfig(device="cpu"))
+    path = write(
+        "def reward_fn(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if data_source == 'broken':\n"
+        "        return float('nan')\n"
+        "    return float(len(solution_str))\n"
+    )
+    pairs = PAIRS * 3
+    here = function_scores_on_cluster(path, "reward_fn", pairs)
+    there = function_scores_on_cluster(path, "reward_fn", pairs, pairs_per_task=4)
+    # "Hello there.", "No.", "Yes.", "Four." three times.
+    assert here.tolist() == there.tolist() == [12.0, 3.0, 4.0, 5.0] * 3
+    broken = [*pairs, replace(PAIRS[0], subset="broken", source_line=77)]
+    with pytest.raises(RewardError, match=r"x\.jsonl:77 returned nan"):
+        function_scores_on_cluster(path, "reward_fn", broken, pairs_per_task=4)

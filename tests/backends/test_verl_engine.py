@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.backends.verl_engine import length_buckets, match_count
+from tasks.backends.micro_batches import length_buckets, match_count
 
 COST = 5
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=7)

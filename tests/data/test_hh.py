@@ -298,3 +298,12 @@ def test_unusable_logged_probability_is_a_wrong_type(extra: dict[str, object]) -
 @pytest.mark.parametrize("logprob", [-1.0, [-1.0], [-1.0, None], [-1.0, 2.0], "no"])
 def test_unusable_logged_pair_is_a_wrong_type(logprob: object) -> None:
     assert reason_of(parse(SCORED_ROW | {"logprob": logprob})) == "wrong_type"
+
+
+def test_margin_is_given_or_the_difference_of_the_scores() -> None:
+    given, scored, bare = parse(PAIR_ROW | {"margin": 3}), parse(SCORED_ROW), parse(PAIR_ROW)
+    assert isinstance(given, Pair) and isinstance(scored, Pair) and isinstance(bare, Pair)
+    assert (given.margin, scored.margin, bare.margin) == (3.0, 1.0, None)
+    for value in (-1, "3", True, float("inf"), 10**400):
+        assert reason_of(parse(PAIR_ROW | {"margin": value})) == "wrong_type"
+    assert reason_of(parse(SCORED_ROW | {"score": [-(10**400), 1]})) == "wrong_type"

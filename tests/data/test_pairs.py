@@ -53,7 +53,7 @@ def test_pair_survives_the_table() -> None:
     assert (row["n_turns"], row["chosen_chars"], row["rejected_chars"]) == (4, 6, 2)
     assert (row["split"], row["alternating"]) == ("train", True)
     assert row_to_pair(to_table([row], PAIR_SCHEMA).to_pylist()[0]) == pair
-    logged = replace(pair, logged=(-3.5, 0.0))
+    logged = replace(pair, logged=(-3.5, 0.0), margin=2.0)
     assert (
         row_to_pair(to_table([pair_to_row(logged, "train")], PAIR_SCHEMA).to_pylist()[0]) == logged
     )

@@ -1,0 +1,196 @@
+"""Rows that share a prompt, computed as one: [prompt | response 1 | ... | response n].
+
+Every response sees the prompt and itself, never a sibling, and its positions go on from the prompt,
+so each token is computed exactly as in a row of its own. Only the work on the prompt is shared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+PADDING = -1
+PROMPT = 0
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class RowShape(NamedTuple):
+    """What decides which rows are merged.
+
+    Args:
+        prompt: equal for rows of the same prompt.
+        prompt_tokens: tokens of the prompt, at least 1.
+        response_tokens: tokens of the response.
+    """
+
+    prompt: Hashable
+    prompt_tokens: int
+    response_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the row by itself."""
+        return self.prompt_tokens + self.response_tokens
+
+
+@dataclass(frozen=True)
+class MergeLimit:
+    """How far rows are merged.
+
+    Args:
+        max_tokens: tokens of a merged row.
+        attention_tokens: length of a row at which attention costs as much as everything else;
+            infinite where attention skips what the mask hides.
+    """
+
+    max_tokens: int
+    attention_tokens: float = math.inf
+
+    def cost(self, tokens: int) -> float:
+        """Return the work of one row, in tokens: n + n^2 / attention_tokens."""
+        return tokens + tokens**2 / self.attention_tokens
+
+    def allows(self, merged_tokens: int, row: RowShape) -> bool:
+        """Return whether a row fits into a merged row and costs no more there than by itself."""
+        together = merged_tokens + row.response_tokens
+        added = self.cost(together) - self.cost(merged_tokens)
+        return together <= self.max_tokens and added <= self.cost(row.tokens)
+
+
+def merge_rows(rows: Sequence[RowShape], limit: MergeLimit) -> list[list[int]]:
+    """Partition rows into merged rows of one prompt each.
+
+    Returns:
+        Ascending indices into ``rows``, every index once; merged rows in the order of their first.
+    """
+    merged: list[list[int]] = []
+    tokens: list[int] = []
+    newest: dict[Hashable, int] = {}
+    for index, row in enumerate(rows):
+        at = newest.get(row.prompt)
+        if at is not None and limit.allows(tokens[at], row):
+            merged[at].append(index)
+            tokens[at] += row.response_tokens
+        else:
+            newest[row.prompt] = len(merged)
+            merged.append([index])
+            tokens.append(row.tokens)
+    return merged
+
+
+def merged_tokens(rows: Sequence[RowShape], members: Sequence[int]) -> int:
+    """Return the length of the merged row of these rows, the prompt counted once."""
+    return rows[members[0]].prompt_tokens + sum(rows[i].response_tokens for i in members)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Where the N tokens of B rows, laid end to end, lie in G merged rows of width W.
+
+    Args:
+        slots: (N,) index into the G * W slots; the prompt tokens of siblings share theirs.
+        positions: (G, W) position of each token in its own row; 0 for padding.
+        segments: (G, W) 0 = prompt, k = k-th response, -1 = padding.
+        before_response: (M,) tokens from which a response token is predicted, in row order.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    segments: Tensor
+    before_response: Tensor
+
+    def to(self, device: torch.device) -> RowLayout:
+        """Return the layout on a device."""
+        parts = (self.slots, self.positions, self.segments, self.before_response)
+        return RowLayout(*(part.to(device) for part in parts))
+
+    def merge(self, tokens: Tensor, padding: int) -> Tensor:
+        """Return (N,) token ids as (G, W), ``padding`` where no token lies."""
+        return _place(tokens, self.slots, self.segments.shape, padding)
+
+    def spread(self, merged: Tensor) -> Tensor:
+        """Return what was computed for the slots, (G, W), for the N tokens of the rows."""
+        return merged.flatten()[self.slots]
+
+    def fill(self, values: Tensor) -> Tensor:
+        """Return (M,) values at ``before_response`` and 0 at the other tokens, shape (N,)."""
+        zeros = torch.zeros(len(self.slots), dtype=values.dtype, device=values.device)
+        return zeros.index_put((self.before_response,), values)
+
+
+def lay_out(rows: Sequence[RowShape], merged: Sequence[Sequence[int]]) -> RowLayout:
+    """Lay rows into merged rows.
+
+    Args:
+        rows: the B rows whose tokens lie end to end.
+        merged: partition of their indices; the rows of a part share their prompt.
+    """
+    merged_of, segment_of, shift_of, width = _assign(rows, merged)
+    prompt_tokens = torch.tensor([row.prompt_tokens for row in rows])
+    row_tokens = torch.tensor([row.tokens for row in rows])
+    row = torch.repeat_interleave(torch.arange(len(rows)), row_tokens)
+    position = torch.arange(len(row)) - (row_tokens.cumsum(0) - row_tokens)[row]
+    in_response = position >= prompt_tokens[row]
+    slots = merged_of[row] * width + position + in_response * shift_of[row]
+    shape = (len(merged), width)
+    return RowLayout(
+        slots=slots,
+        positions=_place(position, slots, shape, 0),
+        segments=_place(in_response * segment_of[row], slots, shape, PADDING),
+        before_response=in_response.nonzero()[:, 0] - 1,
+    )
+
+
+def _assign(
+    rows: Sequence[RowShape], merged: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Return for each row its merged row, its segment and how far its response moves right, and the
+    width of the longest merged row."""
+    merged_of, segment_of, shift_of = [0] * len(rows), [0] * len(rows), [0] * len(rows)
+    width = 0
+    for at, members in enumerate(merged):
+        shift = 0
+        for segment, index in enumerate(members, start=PROMPT + 1):
+            merged_of[index], segment_of[index], shift_of[index] = at, segment, shift
+            shift += rows[index].response_tokens
+        width = max(width, rows[members[0]].prompt_tokens + shift)
+    return torch.tensor(merged_of), torch.tensor(segment_of), torch.tensor(shift_of), width
+
+
+def _place(values: Tensor, slots: Tensor, shape: Sequence[int], empty: int) -> Tensor:
+    flat = torch.full((math.prod(shape),), empty, dtype=values.dtype, device=values.device)
+    flat[slots] = values
+    return flat.view(*shape)
+
+
+def prefix_mask_mod(segments: Tensor) -> MaskMod:
+    """Return the function that says which token attends to which, as block-sparse attention takes
+    it.
+
+    Args:
+        segments: (G, W), see `RowLayout`.
+
+    Returns:
+        f(batch, head, query, key), True = the query sees the key: an earlier or the same token, of
+        the prompt or of the query's own response. Padding sees itself, so that no query is blind.
+    """
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        of_key = segments[batch, key]
+        return (key <= query) & ((of_key == PROMPT) | (of_key == segments[batch, query]))
+
+    return sees
+
+
+def dense_mask(segments: Tensor) -> Tensor:
+    """Return the same as a bool tensor of shape (G, 1, W, W), True = attends."""
+    n_rows, width = segments.shape
+    batch = torch.arange(n_rows, device=segments.device)[:, None, None, None]
+    place = torch.arange(width, device=segments.device)
+    return prefix_mask_mod(segments)(batch, batch, place[:, None], place)

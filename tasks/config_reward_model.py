@@ -1,0 +1,107 @@
+"""Configuration of stage reward_model, by concern."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.config_shared import (
+    CheckpointConfig,
+    LoraConfig,
+    OptimizerConfig,
+    PositiveFloat,
+    PositiveInt,
+    RenderingConfig,
+    RuntimeConfig,
+    Section,
+    StageConfig,
+    check_budget,
+    check_shares,
+)
+
+
+class RewardComponentConfig(Section):
+    """What one component of the reward learns from."""
+
+    subsets: tuple[str, ...] | None = Field(
+        None, min_length=1, description="Subsets whose pairs it learns from; null is all."
+    )
+
+
+class PairLossConfig(Section):
+    """Terms of the Bradley-Terry loss."""
+
+    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    center_coef: float = Field(
+        0.0, ge=0.0, description="Weight of (r_chosen + r_rejected)^2: pins the offset."
+    )
+    margin_scale: float = Field(
+        0.0, ge=0.0, description="Times the rated margin of a pair, inside the sigmoid; 0 is off."
+    )
+
+
+class LabelNoiseConfig(Section):
+    """What becomes of pairs whose label members that did not see them contradict."""
+
+    method: Literal["none", "downweight", "relabel"] = Field(
+        "none",
+        description="downweight: weight of a pair = probability that its label is right; relabel: "
+        "that probability as a soft label.",
+    )
+    folds: int = Field(2, ge=2, le=10, description="Members that cross-fitting trains.")
+    flip_rate: float = Field(0.1, gt=0.0, lt=0.5, description="Assumed share of wrong labels.")
+    compare: bool = Field(
+        False, description="Train one member on the labels as they are, too, and report both."
+    )
+
+
+class HeldOutConfig(Section):
+    """What the held-out loss decides."""
+
+    evaluate_every_steps: PositiveInt = Field(
+        50, description="Steps between looks at the held-out loss."
+    )
+    select_best: bool = Field(
+        True, description="Keep the step with the lowest held-out loss, not the last."
+    )
+    stop_after: PositiveInt | None = Field(
+        None, description="Looks without a lower held-out loss before a member stops early."
+    )
+
+
+class RewardModelConfig(StageConfig):
+    """Bradley-Terry reward models on the base model's backbone."""
+
+    components: dict[str, RewardComponentConfig] = Field(
+        {"preference": RewardComponentConfig()},
+        min_length=1,
+        description="A reward model each, by name, for instance helpfulness and harmlessness.",
+    )
+    members: int = Field(1, ge=1, le=16, description="Models per component; scores are averaged.")
+    lora: LoraConfig | None = Field(
+        None, description="Train an adapter and the value head instead of all weights."
+    )
+    epochs: PositiveFloat = 1.0
+    max_steps: PositiveInt | None = None
+    batch_pairs: PositiveInt = 32
+    loss: PairLossConfig = PairLossConfig()
+    noise: LabelNoiseConfig = LabelNoiseConfig()
+    held_out: HeldOutConfig = HeldOutConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    rendering: RenderingConfig = RenderingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_shares("batch_pairs", self.batch_pairs, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=2)
+        for name in self.components:
+            if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
+                raise ValueError(
+                    f"component name {name!r} must be letters, digits, '-' and '_' only"
+                )
+        if self.held_out.stop_after is not None and not self.held_out.select_best:
+            raise ValueError("held_out.stop_after needs held_out.select_best")
+        return self

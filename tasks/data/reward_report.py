@@ -1,0 +1,353 @@
+"""What a reward model is worth on pairs it was not trained on: accuracy, calibration, examples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tasks.algorithms.calibration import (
+    ReliabilityBin,
+    Temperature,
+    expected_calibration_error,
+    fit_temperature,
+    pair_accuracy,
+    pair_log_loss,
+    reliability_bins,
+)
+from tasks.algorithms.checks import check_finite
+from tasks.data.hh import Pair
+from tasks.data.rendering import RenderedPair
+from tasks.errors import DataError
+
+_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+_ACCURACY_BINS: Final = 5
+_WORST_PAIRS: Final = 20
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPair:
+    """A pair with its two scores.
+
+    Args:
+        chosen_score, rejected_score: raw, so that their difference is the log odds of chosen.
+        chosen_tokens, rejected_tokens: length of the responses.
+        last_turn: what was asked last.
+        disagreement: how far the members of the reward model are apart on this pair, if it has
+            several.
+    """
+
+    pair_id: str
+    subset: str
+    chosen_score: float
+    rejected_score: float
+    chosen_tokens: int
+    rejected_tokens: int
+    last_turn: str = ""
+    chosen: str = ""
+    rejected: str = ""
+    source_file: str = ""
+    source_line: int = 0
+    disagreement: float | None = None
+
+    @property
+    def margin(self) -> float:
+        """How much higher the chosen response scores."""
+        return self.chosen_score - self.rejected_score
+
+    @property
+    def extra_tokens(self) -> int:
+        """How much longer the chosen response is."""
+        return self.chosen_tokens - self.rejected_tokens
+
+
+def scored_pairs(
+    pairs: Sequence[Pair],
+    rendered: Sequence[RenderedPair],
+    chosen: Tensor,
+    rejected: Tensor,
+    disagreement: Tensor | None = None,
+) -> list[ScoredPair]:
+    """Put the scores of rendered pairs beside the pairs' text.
+
+    Args:
+        pairs: at least the rendered ones, in any order.
+        rendered: P pairs.
+        chosen, rejected, disagreement: ``(P,)``, aligned with ``rendered``.
+    """
+    texts = {pair.pair_id: pair for pair in pairs}
+    apart = [None] * len(rendered) if disagreement is None else disagreement.tolist()
+    columns = zip(rendered, chosen.tolist(), rejected.tolist(), apart, strict=True)
+    return [_scored_pair(texts[row.pair_id], row, (c, r), d) for row, c, r, d in columns]
+
+
+def _scored_pair(
+    pair: Pair, row: RenderedPair, scores: tuple[float, float], disagreement: float | None
+) -> ScoredPair:
+    return ScoredPair(
+        pair_id=pair.pair_id,
+        subset=pair.subset,
+        chosen_score=scores[0],
+        rejected_score=scores[1],
+        chosen_tokens=len(row.chosen_ids),
+        rejected_tokens=len(row.rejected_ids),
+        last_turn=pair.prompt[-1].content if pair.prompt else "",
+        chosen=pair.chosen,
+        rejected=pair.rejected,
+        source_file=pair.source_file,
+        source_line=pair.source_line,
+        disagreement=disagreement,
+    )
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Spread of n values.
+
+    Args:
+        std: unbiased; 0 for one value.
+        quantiles: by name, ``p05`` to ``p95``, interpolated linearly between values.
+    """
+
+    mean: float
+    std: float
+    minimum: float
+    maximum: float
+    quantiles: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class AccuracyBin:
+    """Accuracy of the pairs whose quantity lies between two of its values, both included.
+
+    Args:
+        low, high: smallest and largest value in the bin.
+        accuracy, accuracy_low, accuracy_high: ties as halves; 95 % interval.
+    """
+
+    low: float
+    high: float
+    n: int
+    mean: float
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+
+
+@dataclass(frozen=True)
+class PairSummary:
+    """All figures of one set of pairs.
+
+    Args:
+        accuracy: share ranked right, a tie counted as a half, with its 95 % interval.
+        log_loss: in nats; ``_calibrated`` is after division of the margins by the temperature.
+        ece: expected calibration error, from 0 to 0.5 where accuracy is above chance.
+        longer_wins, shorter_wins: accuracy of always preferring the response with more, or fewer,
+            tokens; equal lengths count half.
+        by_margin: by the absolute margin.
+        by_length_difference: by tokens of chosen less tokens of rejected.
+        by_disagreement: empty where the reward model has one member.
+    """
+
+    n: int
+    n_ties: int
+    accuracy: float
+    accuracy_low: float
+    accuracy_high: float
+    log_loss: float
+    log_loss_calibrated: float
+    ece: float
+    ece_calibrated: float
+    longer_wins: float
+    shorter_wins: float
+    chosen: Distribution
+    rejected: Distribution
+    margin: Distribution
+    by_margin: list[AccuracyBin]
+    by_length_difference: list[AccuracyBin]
+    by_disagreement: list[AccuracyBin]
+
+
+@dataclass(frozen=True)
+class RewardReport:
+    """A reward model on the test split, with the temperature from the validation split.
+
+    Args:
+        n_validation: pairs that the temperature was fitted on.
+        overall, subsets: figures of all test pairs, and by subset.
+        reliability, reliability_calibrated: of all test pairs.
+        worst: test pairs with the largest rejected less chosen, the worst first.
+        test: all test pairs.
+    """
+
+    n_validation: int
+    temperature: Temperature
+    overall: PairSummary
+    subsets: Mapping[str, PairSummary]
+    reliability: list[ReliabilityBin]
+    reliability_calibrated: list[ReliabilityBin]
+    worst: list[ScoredPair]
+    test: Sequence[ScoredPair]
+
+    def metrics(self) -> dict[str, float]:
+        """Return flat figures with stable names, all finite."""
+        found = {
+            "temperature": self.temperature.value,
+            "temperature_fitted": float(self.temperature.outcome == "fitted"),
+            "baseline_longer_wins": self.overall.longer_wins,
+            "baseline_shorter_wins": self.overall.shorter_wins,
+            "test_tie_share": self.overall.n_ties / self.overall.n,
+            "test_margin_mean": self.overall.margin.mean,
+            "test_margin_std": self.overall.margin.std,
+        }
+        names = ("accuracy", "accuracy_low", "accuracy_high", "log_loss", "log_loss_calibrated")
+        for name in (*names, "ece", "ece_calibrated"):
+            found[f"test_{name}"] = getattr(self.overall, name)
+        if len(self.subsets) > 1:
+            for subset, summary in self.subsets.items():
+                found[f"test_accuracy.{subset}"] = summary.accuracy
+        return found
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything but the list of all pairs, as plain values."""
+        return {
+            "pairs": {"validation": self.n_validation, "test": self.overall.n},
+            "temperature": asdict(self.temperature),
+            "overall": asdict(self.overall),
+            "subsets": {name: asdict(summary) for name, summary in self.subsets.items()},
+            "reliability": [asdict(bin_) for bin_ in self.reliability],
+            "reliability_calibrated": [asdict(bin_) for bin_ in self.reliability_calibrated],
+            "worst_pairs": [{**asdict(pair), "margin": pair.margin} for pair in self.worst],
+        }
+
+
+def reward_report(
+    validation: Sequence[ScoredPair], test: Sequence[ScoredPair], n_worst: int = _WORST_PAIRS
+) -> RewardReport:
+    """Fit the temperature on the validation pairs and report on the test pairs.
+
+    Raises:
+        DataError: a split without pairs.
+        TrainingError: a score that is not finite.
+    """
+    for name, pairs in (("validation", validation), ("test", test)):
+        if not pairs:
+            raise DataError(f"The {name} split has no scored pairs", "at least one", "score some")
+    temperature = fit_temperature(margins_of(validation))
+    by_subset: dict[str, list[ScoredPair]] = {}
+    for pair in test:
+        by_subset.setdefault(pair.subset, []).append(pair)
+    margins = margins_of(test)
+    return RewardReport(
+        n_validation=len(validation),
+        temperature=temperature,
+        overall=summarize_pairs(test, temperature.value),
+        subsets={
+            name: summarize_pairs(by_subset[name], temperature.value) for name in sorted(by_subset)
+        },
+        reliability=reliability_bins(margins),
+        reliability_calibrated=reliability_bins(margins, temperature.value),
+        worst=sorted(test, key=lambda pair: (pair.margin, pair.pair_id))[:n_worst],
+        test=test,
+    )
+
+
+def margins_of(pairs: Sequence[ScoredPair]) -> Tensor:
+    """Return the (P,) margins in fp64."""
+    return _column([pair.margin for pair in pairs])
+
+
+def summarize_pairs(pairs: Sequence[ScoredPair], temperature: float) -> PairSummary:
+    """Return the figures of some pairs, at least one."""
+    margins = margins_of(pairs)
+    accuracy = pair_accuracy(margins)
+    extra = _column([float(pair.extra_tokens) for pair in pairs])
+    longer = pair_accuracy(extra).value
+    apart = [pair.disagreement for pair in pairs if pair.disagreement is not None]
+    complete = len(apart) == len(pairs)
+    return PairSummary(
+        n=accuracy.n,
+        n_ties=accuracy.n_ties,
+        accuracy=accuracy.value,
+        accuracy_low=accuracy.low,
+        accuracy_high=accuracy.high,
+        log_loss=pair_log_loss(margins),
+        log_loss_calibrated=pair_log_loss(margins, temperature),
+        ece=expected_calibration_error(margins),
+        ece_calibrated=expected_calibration_error(margins, temperature),
+        longer_wins=longer,
+        shorter_wins=1.0 - longer,
+        chosen=_distribution([pair.chosen_score for pair in pairs]),
+        rejected=_distribution([pair.rejected_score for pair in pairs]),
+        margin=_distribution(margins.tolist()),
+        by_margin=accuracy_bins(margins.abs(), margins),
+        by_length_difference=accuracy_bins(extra, margins),
+        by_disagreement=accuracy_bins(_column(apart), margins) if complete else [],
+    )
+
+
+def accuracy_bins(
+    values: Tensor, margins: Tensor, n_bins: int = _ACCURACY_BINS
+) -> list[AccuracyBin]:
+    """Return the accuracy of pairs by a quantity, in up to ``n_bins`` bins of about equal size.
+
+    Pairs of equal quantity are never torn apart, so there may be fewer bins.
+
+    Args:
+        values: ``(P,)``, the quantity.
+        margins: ``(P,)``.
+    """
+    check_finite("values", values)
+    ordered = values.double().sort().values
+    cuts = [ordered[len(ordered) * k // n_bins] for k in range(1, n_bins)]
+    place = torch.bucketize(values.double(), torch.stack(cuts), right=True)
+    bins = []
+    for k in sorted(set(place.tolist())):
+        members = values[place == k].double()
+        found = pair_accuracy(margins[place == k])
+        low, high, mean = float(members.min()), float(members.max()), float(members.mean())
+        bins.append(AccuracyBin(low, high, found.n, mean, found.value, found.low, found.high))
+    return bins
+
+
+def _column(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _distribution(values: Sequence[float]) -> Distribution:
+    column = _column(values)
+    ordered = column.sort().values.tolist()
+    return Distribution(
+        mean=float(column.mean()),
+        std=float(column.std()) if len(values) > 1 else 0.0,
+        minimum=ordered[0],
+        maximum=ordered[-1],
+        quantiles={f"p{round(100 * q):02d}": _interpolated(ordered, q) for q in _QUANTILES},
+    )
+
+
+def _interpolated(ordered: Sequence[float], q: float) -> float:
+    # torch.quantile refuses more than 16 million values.
+    position = q * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def write_reward_report(report: RewardReport, directory: Path) -> list[Path]:
+    """Write ``report.json``, ``report.md`` and the plots; return what was written."""
+    from tasks.data.reward_page import render_reward_report
+    from tasks.data.reward_plots import draw_plots
+
+    directory.mkdir(parents=True, exist_ok=True)
+    record = directory / "report.json"
+    record.write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")
+    page = directory / "report.md"
+    page.write_text(render_reward_report(report), encoding="utf-8")
+    return [record, page, *draw_plots(report, directory)]

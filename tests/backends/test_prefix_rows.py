@@ -1,0 +1,448 @@
+"""Rows that share a prompt give the same numbers and gradients as rows by themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+)
+
+from tasks.algorithms.prefix_rows import RowShape, dense_mask, lay_out
+from tasks.backends.micro_batches import bucket_units, layout_of, match_count, split_units
+from tasks.backends.prompt_sharing import (
+    FLEX_ATTENTION,
+    MERGEABLE_MODEL_TYPES,
+    attention_implementation,
+    attention_tokens,
+    plain_rows_reason,
+    shares_prompts,
+)
+from tasks.backends.roles import Batch, Row
+from tasks.backends.session import plan_calls, to_tensordict
+from tasks.backends.verl_engine import LanguageEngine, ValueEngine, attention_mask
+from tasks.backends.verl_losses import distillation_loss, top_k_hook
+from tasks.config import RuntimeConfig
+
+VOCABULARY = 40
+# The head of a model type with scores per token; the other types exist as language models alone.
+SCORED = ("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+
+
+def _row(seed: int, prompt_tokens: int, response_tokens: int) -> Row:
+    """Return a row whose prompt depends on its length alone."""
+    prompt = torch.Generator().manual_seed(prompt_tokens)
+    response = torch.Generator().manual_seed(1000 + seed)
+    return Row(
+        tuple(torch.randint(3, VOCABULARY, (prompt_tokens,), generator=prompt).tolist()),
+        tuple(torch.randint(3, VOCABULARY, (response_tokens,), generator=response).tolist()),
+    )
+
+
+# Prompts of 2, 5, 9 and 3 tokens with 3, 2, 1 and 2 responses, out of order.
+SIZES = [(2, 3), (5, 6), (2, 1), (9, 4), (5, 2), (2, 7), (3, 1), (3, 1)]
+MIXED = [_row(i, *sizes) for i, sizes in enumerate(SIZES)]
+
+
+def _config(model_type: str) -> Any:
+    """Return a model of two layers whose keys and values are shared by two heads each."""
+    size = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 16,
+        "pad_token_id": 0,
+        "initializer_range": 0.2,
+        "attn_implementation": "sdpa",
+        "num_labels": 1,
+        "classifier_dropout": 0.0,
+    }
+    if model_type == "mistral":
+        size["sliding_window"] = None
+    return AutoConfig.for_model(model_type, **size)
+
+
+def _model(model_type: str, scored: bool = False, lora: bool = False) -> Any:
+    torch.manual_seed(0)
+    build = AutoModelForTokenClassification if scored else AutoModelForCausalLM
+    model = build.from_config(_config(model_type)).float()
+    if lora:
+        import peft
+
+        adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        model = peft.get_peft_model(model, adapter)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _data(batch: Batch, budget: int, **flags: Any) -> Any:
+    return to_tensordict(batch, {"max_token_len_per_gpu": budget, "dp_size": 1} | flags)
+
+
+def _engine(model: Any) -> Any:
+    """Return an engine around a plain model, without processes and sharding."""
+    kind = ValueEngine if hasattr(model, "score") else LanguageEngine
+    engine = kind.__new__(kind)
+    engine.module = model
+    engine.share_prompts()
+    return engine
+
+
+def _merged_outputs(
+    engine: Any, batch: Batch, budget: int, hook: Any = None, **flags: Any
+) -> dict[str, list[Tensor]]:
+    """Return each output of each row as the engine computes it, rows of a prompt merged."""
+    data = _data(batch, budget, **flags)
+    micro_batches, indices = engine._micro_batches(data)
+    found: dict[str, dict[int, Tensor]] = {}
+    for micro_batch, index in zip(micro_batches, indices, strict=True):
+        inputs, layout = engine.prepare_model_inputs(micro_batch)
+        assert inputs["input_ids"].numel() <= budget
+        output = engine.module(**inputs, use_cache=False)
+        outputs = engine.prepare_model_outputs(output, layout, micro_batch, hook)
+        for name, values in outputs.items():
+            found.setdefault(name, {}).update(zip(index, values.unbind(), strict=True))
+    return {name: [rows[i] for i in range(len(batch.rows))] for name, rows in found.items()}
+
+
+def _plain_logits(model: Any, row: Row) -> Tensor:
+    """Return all logits of one row by itself, shape (L, V) or (L, 1)."""
+    logits: Tensor = model(torch.tensor([[*row.prompt_ids, *row.response_ids]])).logits[0]
+    return logits
+
+
+def _before_response(values: Tensor, row: Row) -> Tensor:
+    return values[len(row.prompt_ids) - 1 : -1]
+
+
+def _plain_outputs(model: Any, rows: Sequence[Row]) -> dict[str, list[Tensor]]:
+    """Return what a language model says at the response tokens, row by row."""
+    found: dict[str, list[Tensor]] = {"log_probs": [], "entropy": []}
+    for row in rows:
+        logprobs = _before_response(_plain_logits(model, row), row).log_softmax(-1)
+        found["log_probs"].append(logprobs[range(len(row.response_ids)), row.response_ids])
+        found["entropy"].append(-(logprobs.exp() * logprobs).sum(-1))
+    return found
+
+
+def _gradient(model: Any, outputs: dict[str, list[Tensor]]) -> Tensor:
+    """Return the gradient of a sum of all outputs with fixed random weights."""
+    model.zero_grad()
+    values = torch.cat([values for name in sorted(outputs) for values in outputs[name]])
+    weights = torch.randn(len(values), generator=torch.Generator().manual_seed(3))
+    (values * weights).sum().backward()
+    grads = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(grads).clone()
+
+
+def _assert_equal(found: Tensor, expected: Tensor) -> None:
+    """Both are equal to 1e-5 of their size, and not all small."""
+    assert float(expected.detach().norm()) > 0.1
+    assert float(((found - expected).norm() / expected.norm()).detach()) < 1e-5
+
+
+def _assert_same_outputs(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        _assert_equal(torch.cat(found[name]), torch.cat(values))
+
+
+def _merged_language(model: Any, rows: Sequence[Row], budget: int = 500) -> Any:
+    outputs = _merged_outputs(_engine(model), Batch(rows), budget, calculate_entropy=True)
+    for values in outputs.values():
+        for value, row in zip(values, rows, strict=True):
+            assert not value[: len(row.prompt_ids) - 1].any()
+    return {
+        name: [_before_response(value, row) for value, row in zip(values, rows, strict=True)]
+        for name, values in outputs.items()
+    }
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("model_type", sorted(MERGEABLE_MODEL_TYPES))
+def test_language_model_equals_plain_rows(model_type: str, lora: bool) -> None:
+    model = _model(model_type, lora=lora)
+    expected = _plain_outputs(model, MIXED)
+    expected_gradient = _gradient(model, expected)
+    # Everything in one micro-batch, and in several.
+    for budget in (500, 40):
+        found = _merged_language(model, MIXED, budget)
+        _assert_same_outputs(found, expected)
+        _assert_equal(_gradient(model, found), expected_gradient)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("model_type", SCORED)
+def test_value_model_equals_plain_rows(model_type: str, lora: bool) -> None:
+    model = _model(model_type, scored=True, lora=lora)
+    expected = {"values": [_plain_logits(model, row)[:, 0] for row in MIXED]}
+    expected_gradient = _gradient(model, expected)
+    for budget in (500, 40):
+        found = _merged_outputs(_engine(model), Batch(MIXED), budget)
+        _assert_same_outputs(found, expected)
+        _assert_equal(_gradient(model, found), expected_gradient)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_temperature(temperature: float) -> None:
+    model = _model("llama")
+    found = _merged_outputs(_engine(model), Batch(MIXED), 500, temperature=temperature)
+    for values, row in zip(found["log_probs"], MIXED, strict=True):
+        logits = _before_response(_plain_logits(model, row), row) / temperature
+        expected = logits.log_softmax(-1)[range(len(row.response_ids)), row.response_ids]
+        torch.testing.assert_close(_before_response(values, row), expected, atol=1e-5, rtol=0)
+
+
+def test_top_k_equals_plain_rows() -> None:
+    model = _model("qwen2")
+    hook = partial(top_k_hook, k=3, tau=2.0)
+    found = _merged_outputs(_engine(model), Batch(MIXED), 60, hook, distillation_use_topk=True)
+    for i, row in enumerate(MIXED):
+        top = (_before_response(_plain_logits(model, row), row) / 2.0).log_softmax(-1).topk(3, -1)
+        for k in range(3):
+            logprobs = _before_response(found[f"logprob_{k}"][i], row)
+            torch.testing.assert_close(logprobs, top.values[:, k], atol=1e-5, rtol=0)
+            assert _before_response(found[f"id_{k}"][i], row).tolist() == top.indices[:, k].tolist()
+
+
+def test_soft_labels_equal_plain_rows() -> None:
+    model, tau = _model("llama", lora=True), 2.0
+    generator = torch.Generator().manual_seed(4)
+    teacher = [
+        (torch.randn(len(row.response_ids), VOCABULARY, generator=generator))
+        .log_softmax(-1)
+        .topk(4, -1)
+        for row in MIXED
+    ]
+    columns = {
+        "teacher_logprobs": [top.values for top in teacher],
+        "teacher_ids": [top.indices for top in teacher],
+    }
+    expected = []
+    for row, top in zip(MIXED, teacher, strict=True):
+        student = (_before_response(_plain_logits(model, row), row) / tau).softmax(-1)
+        q = student.gather(-1, top.indices)
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (top.values.exp(), q))
+        expected.append((p * (p.log() - q.log())).sum(-1))
+    expected_gradient = _gradient(model, {"token_kl": expected})
+    hook = partial(distillation_loss, 0.5, tau)
+    outputs = _merged_outputs(
+        _engine(model), Batch(MIXED, columns), 60, hook, distillation_use_topk=True
+    )
+    pairs = zip(outputs["token_kl"], MIXED, strict=True)
+    found = [_before_response(values, row) for values, row in pairs]
+    _assert_equal(torch.cat(found), torch.cat(expected))
+    _assert_equal(_gradient(model, {"token_kl": found}), expected_gradient)
+
+
+def test_order_of_the_rows_changes_nothing() -> None:
+    model = _model("llama")
+    found = _merged_language(model, MIXED[::-1])
+    expected = _merged_language(model, MIXED)
+    _assert_same_outputs({name: values[::-1] for name, values in found.items()}, expected)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+def test_a_response_does_not_touch_its_siblings(scored: bool) -> None:
+    model = _model("llama", scored)
+    changed = [*MIXED]
+    # Rows 0, 2 and 5 share a prompt; another response of the same length in the middle.
+    changed[2] = Row(MIXED[2].prompt_ids, (4,))
+    assert changed[2] != MIXED[2]
+    before = _merged_outputs(_engine(model), Batch(MIXED), 500)
+    after = _merged_outputs(_engine(model), Batch(changed), 500)
+    for name, values in before.items():
+        for i, value in enumerate(values):
+            assert torch.equal(value, after[name][i]) == (i != 2), (name, i)
+
+
+def test_what_padding_holds_changes_nothing() -> None:
+    model = _model("qwen2")
+    engine = _engine(model)
+    (micro_batch,), _ = engine._micro_batches(_data(Batch(MIXED), 500))
+    found = []
+    for token in (0, 7):
+        inputs, layout = engine.prepare_model_inputs(micro_batch)
+        padding = layout.segments == -1
+        assert padding.any()
+        ids = inputs["input_ids"].masked_fill(padding, token)
+        output = model(**(inputs | {"input_ids": ids}), use_cache=False)
+        found.append(engine.prepare_model_outputs(output, layout, micro_batch, None)["log_probs"])
+    assert torch.equal(found[0].values(), found[1].values())
+
+
+def test_positions_end_where_the_longest_row_ends() -> None:
+    # The merged row has 2 + 3 * 14 = 44 tokens, the model 16 positions.
+    rows = [_row(i, 2, 14) for i in range(3)]
+    engine = _engine(_model("llama"))
+    engine.attention_tokens = math.inf
+    (micro_batch,), _ = engine._micro_batches(_data(Batch(rows), 100))
+    inputs, _ = engine.prepare_model_inputs(micro_batch)
+    assert inputs["input_ids"].shape == (1, 44)
+    assert int(inputs["position_ids"].max()) == 15
+
+
+def test_the_head_sees_only_what_predicts_responses() -> None:
+    engine = _engine(_model("llama"))
+    (micro_batch,), _ = engine._micro_batches(_data(Batch(MIXED), 500))
+    inputs, _ = engine.prepare_model_inputs(micro_batch)
+    n_response_tokens = sum(len(row.response_ids) for row in MIXED)
+    assert engine.module(**inputs).logits.shape == (1, n_response_tokens, VOCABULARY)
+
+
+def _groups_of(engine: Any, batch: Batch, budget: int) -> list[list[int]]:
+    """Return the rows of each micro-batch, after a look at their layouts."""
+    micro_batches, indices = engine._micro_batches(_data(batch, budget))
+    for micro_batch, index in zip(micro_batches, indices, strict=True):
+        layout = layout_of(micro_batch)
+        assert layout is not None and layout.segments.numel() <= budget
+        assert micro_batch["responses"].offsets().diff().tolist() == [
+            len(batch.rows[i].response_ids) for i in index
+        ]
+    return indices
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=12),
+    budget=st.integers(24, 200),
+    group_size=st.sampled_from([1, 2]),
+)
+@settings(max_examples=30, deadline=None)
+def test_micro_batches_hold_every_row_once_within_the_budget(
+    sizes: list[tuple[int, int]], budget: int, group_size: int
+) -> None:
+    rows = [_row(i, *size) for i, size in enumerate(sizes) for _ in range(group_size)]
+    engine = ValueEngine.__new__(ValueEngine)
+    engine.attention_tokens = 200.0
+    indices = _groups_of(engine, Batch(rows, group_size=group_size), budget)
+    assert sorted(i for index in indices for i in index) == list(range(len(rows)))
+    for index in indices:
+        firsts = index[::group_size]
+        assert index == [first + k for first in firsts for k in range(group_size)]
+
+
+def test_a_pair_of_different_prompts_stays_in_one_micro_batch() -> None:
+    rows = [_row(0, 2, 3), _row(1, 5, 3), _row(2, 4, 3), _row(3, 4, 3)]
+    engine = ValueEngine.__new__(ValueEngine)
+    engine.attention_tokens = 200.0
+    # The pairs take 2 * 8 and 4 + 3 + 3 tokens and do not fit together.
+    assert _groups_of(engine, Batch(rows, group_size=2), 20) == [[2, 3], [0, 1]] or _groups_of(
+        engine, Batch(rows, group_size=2), 20
+    ) == [[0, 1], [2, 3]]
+
+
+def test_one_rank_with_fewer_prompts_than_the_other_has_micro_batches() -> None:
+    shapes = [RowShape("a", 2, 3)] * 5
+    units = [[[0, 1, 2, 3, 4]]]
+    buckets = bucket_units(units, shapes, 100)
+    split_units(units, buckets, 3)
+    # 5 rows become 2 and 3; the 3 become 1 and 2.
+    assert sorted(len(unit[0]) for unit in units) == [1, 2, 2]
+    assert sorted(i for unit in units for i in unit[0]) == [0, 1, 2, 3, 4]
+    assert sorted(match_count(buckets, 3)) == [[0], [1], [2]]
+
+
+def test_calls_keep_prompts_together_and_like_lengths() -> None:
+    # Merged: prompt 2 has 2 + 3 + 1 + 7 = 13, 5 has 13, 9 has 13, 3 has 5 tokens.
+    assert plan_calls(MIXED, 5) == [[6, 7, 0, 2, 5], [1, 4, 3]]
+    assert plan_calls(MIXED, 2) == [[6, 7], [0, 2], [5], [1, 4], [3]]
+    assert plan_calls([], 5) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "runtime", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"share_prompts": False, "remove_padding": True}, None),
+        ({}, {"remove_padding": True}, "remove_padding packs rows"),
+        ({}, {"attention": "flash_attention_2"}, "flash_attention_2 takes no mask"),
+        ({"model_type": "gpt2"}, {}, "gpt2 is not known"),
+        ({"sliding_window": 8}, {}, "sliding window"),
+        ({"sliding_window": 8, "use_sliding_window": False}, {}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding window"),
+        ({"attention_dropout": 0.1}, {}, "dropout"),
+    ],
+)
+def test_models_whose_rows_stay_by_themselves(
+    changes: dict[str, Any], runtime: dict[str, Any], reason: str | None
+) -> None:
+    config = LlamaConfig()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    settings_ = RuntimeConfig(**runtime)
+    found = plain_rows_reason(config, settings_)
+    assert found is None if reason is None else reason in str(found)
+    assert shares_prompts(config, settings_) == (reason is None and settings_.share_prompts)
+
+
+def test_attention_by_device() -> None:
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4)
+    runtime = RuntimeConfig()
+    assert attention_implementation(config, runtime, "cpu") == "sdpa"
+    assert attention_implementation(config, runtime, "cuda") == FLEX_ATTENTION
+    off = RuntimeConfig(share_prompts=False)
+    assert attention_implementation(config, off, "cuda") == "sdpa"
+    # 96 / 4 = 24 is no power of two.
+    narrow = LlamaConfig(hidden_size=96, num_attention_heads=4)
+    assert attention_implementation(narrow, runtime, "cuda") == "sdpa"
+    dense = LlamaConfig(hidden_size=256, attn_implementation="sdpa")
+    assert attention_tokens(dense) == 6 * 256
+
+
+@pytest.fixture
+def uncompiled_flex_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Transformers' flex attention without the compiler, which needs a GPU to be of use."""
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, training: bool = False, **kw: Any) -> Any:
+        return flex_attention(query, key, value, **kw)
+
+    path = "transformers.integrations.flex_attention.compile_friendly_flex_attention"
+    monkeypatch.setattr(path, plain)
+    yield
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2"])
+def test_block_sparse_attention_equals_the_dense_mask(
+    model_type: str, uncompiled_flex_attention: None
+) -> None:
+    model = _model(model_type).eval()
+    with torch.no_grad():
+        expected = _merged_language(model, MIXED)
+        model.config._attn_implementation = FLEX_ATTENTION
+        found = _merged_language(model, MIXED)
+    _assert_same_outputs(found, expected)
+
+
+def test_block_mask_of_more_than_one_block_hides_siblings() -> None:
+    # Blocks of 128: the prompt fills two, each response one, so that one sibling block is skipped.
+    shapes = [RowShape("a", 256, 128), RowShape("a", 256, 128)]
+    segments = lay_out(shapes, [[0, 1]]).segments
+    mask = attention_mask(segments, FLEX_ATTENTION)
+    blocks = mask.to_dense()[0, 0].tolist()
+    assert blocks == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
+    query, key, value = torch.randn(
+        3, 1, 2, 512, 16, generator=torch.Generator().manual_seed(0)
+    ).unbind()
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=dense_mask(segments)
+    )
+    found = flex_attention(query, key, value, block_mask=mask)
+    torch.testing.assert_close(found, dense, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,1 @@
+"""Benchmarks against other libraries; `make bench` runs them, pytest does not."""

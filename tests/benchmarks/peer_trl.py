@@ -1,0 +1,151 @@
+"""TRL's RewardTrainer, as a process that trains one pass for each line it reads.
+
+It runs in the benchmark's own virtual environment and imports nothing of this project.
+
+    in   {"sampling": "default" | "group_by_length", "max_steps": n}
+    out  {"seconds", "steps", "loss", "computed_tokens", "padded_tokens"}; before, {"trl": version}
+
+The clock runs from the trainer's ``on_train_begin`` to ``on_train_end``: its loop with data
+loading, collation, optimizer and logging, but without the set-up of `train`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import AutoTokenizer, TrainerCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+from trl import RewardConfig, RewardTrainer
+from trl.trainer.reward_trainer import DataCollatorForPreference
+
+SAMPLINGS: Final = ("default", "group_by_length")
+# transformers sorts within 50 batches, but within a quarter of a data set that is shorter than 200.
+_WINDOW_BATCHES: Final = 50
+
+
+class _Clock(TrainerCallback):  # type: ignore[misc]
+    """Times the loop."""
+
+    def __init__(self) -> None:
+        self.start = self.seconds = 0.0
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.start = time.perf_counter()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.seconds = time.perf_counter() - self.start
+
+
+class _CountingCollator(DataCollatorForPreference):  # type: ignore[misc]
+    """Counts positions, and those of them that it fills with padding."""
+
+    computed_tokens = padded_tokens = 0
+
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        batch: dict[str, Any] = super().torch_call(examples)
+        self.computed_tokens += batch["attention_mask"].numel()
+        self.padded_tokens += int((batch["attention_mask"] == 0).sum())
+        return batch
+
+
+class _WideWindowSampler(LengthGroupedSampler):  # type: ignore[misc]
+    """Sorts within the window that the whole data set would give, however few pairs are used."""
+
+    def __iter__(self) -> Any:
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, _WINDOW_BATCHES))
+
+
+class _Trainer(RewardTrainer):  # type: ignore[misc]
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        sampler = super()._get_train_sampler(train_dataset)
+        if isinstance(sampler, LengthGroupedSampler):
+            return _WideWindowSampler(sampler.batch_size, lengths=sampler.lengths)
+        return sampler
+
+
+def _make_trainer(job: dict[str, Any], sampling: str, model: Any, directory: str) -> Any:
+    settings = RewardConfig(
+        output_dir=directory,
+        use_cpu=True,
+        bf16=job["dtype"] == "bf16",
+        per_device_train_batch_size=job["batch_pairs"],
+        num_train_epochs=1,
+        learning_rate=job["learning_rate"],
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        max_length=None,
+        gradient_checkpointing=False,
+        train_sampling_strategy="random" if sampling == "default" else sampling,
+        length_column_name="length",
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=job["seed"],
+    )
+    tokenizer = AutoTokenizer.from_pretrained(job["model_dir"])
+    return _Trainer(
+        model=model,
+        args=settings,
+        train_dataset=Dataset.from_list(job["pairs"]),
+        processing_class=tokenizer,
+        data_collator=_CountingCollator(pad_token_id=tokenizer.pad_token_id),
+        callbacks=[_Clock()],
+    )
+
+
+def _clock_of(trainer: Any) -> _Clock:
+    (clock,) = [c for c in trainer.callback_handler.callbacks if isinstance(c, _Clock)]
+    return clock
+
+
+def _train(trainer: Any, max_steps: int) -> dict[str, Any]:
+    trainer.args.max_steps = max_steps
+    trainer.args.seed += 1  # otherwise every pass would shuffle alike
+    collator = trainer.data_collator
+    collator.computed_tokens = collator.padded_tokens = 0
+    result = trainer.train()
+    return {
+        "seconds": _clock_of(trainer).seconds,
+        "steps": result.global_step,
+        "loss": result.training_loss,
+        "computed_tokens": collator.computed_tokens,
+        "padded_tokens": collator.padded_tokens,
+    }
+
+
+def _serve(job: dict[str, Any], answers: TextIO) -> None:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        job["model_dir"], num_labels=1, dtype=torch.float32
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        trainers = {name: _make_trainer(job, name, model, directory) for name in SAMPLINGS}
+        print(json.dumps({"trl": trl.__version__}), file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = _train(trainers[request["sampling"]], request["max_steps"])
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+def main() -> None:
+    """Serve the job in the file that the first argument names."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(job["threads"])
+    # The trainer prints its logs, which must not mix with the answers.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        _serve(job, answers)
+
+
+if __name__ == "__main__":
+    main()
