@@ -44,13 +44,21 @@ class PairLossConfig(Section):
 class LabelNoiseConfig(Section):
     """What becomes of pairs whose label members that did not see them contradict."""
 
-    method: Literal["none", "downweight", "relabel"] = Field(
+    method: Literal["none", "downweight", "soften", "relabel"] = Field(
         "none",
-        description="downweight: weight of a pair = probability that its label is right; relabel: "
-        "that probability as a soft label.",
+        description="downweight: weight of a pair = probability that its label is right; soften: "
+        "that probability as a soft label; relabel: swap labels that are more likely wrong.",
     )
     folds: int = Field(2, ge=2, le=10, description="Members that cross-fitting trains.")
-    flip_rate: float = Field(0.1, gt=0.0, lt=0.5, description="Assumed share of wrong labels.")
+    keep_folds: bool = Field(
+        False, description="The members of the folds join the ensemble that scores."
+    )
+    flip_rate: float = Field(
+        0.1,
+        gt=0.0,
+        lt=0.5,
+        description="Assumed share of wrong labels; the held-out loss allows for it, too.",
+    )
     compare: bool = Field(
         False, description="Train one member on the labels as they are, too, and report both."
     )

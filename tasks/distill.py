@@ -66,7 +66,7 @@ def train_student(
     steps = count_steps(len(rows), cfg.batch_rows, cfg.epochs, cfg.max_steps)
     ctx.draft.counts |= {"rows": len(rows), "steps": steps, **left_out}
 
-    session = open_session(cfg.runtime)
+    session = open_session(cfg.runtime, ctx.log)
     session.load(
         RoleSpec(
             STUDENT, "language_model", str(student_dir), cfg.seed, steps, cfg.optimizer, cfg.lora
@@ -117,7 +117,7 @@ def _teacher_labels(
     file = ctx.workspace.cache_dir / "teacher" / f"{key[:16]}.parquet"
     if not file.exists():
         rows = _student_rows(ctx, cfg, policy, pairs, renderer)
-        session = open_session(cfg.runtime)
+        session = open_session(cfg.runtime, ctx.log)
         session.load(RoleSpec(TEACHER, "language_model", str(policy.model_dir)))
         logprobs, ids = session.top_k(TEACHER, rows, soft.top_k, soft.tau)
         columns = TokenColumns(

@@ -65,7 +65,7 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
     ctx.draft.renderer_fingerprint = renderer.fingerprint
     questions = _questions(ctx, cfg)
     prompts = _held_out_prompts(preferences, cfg.held_out_prompts)
-    session = open_session(cfg.runtime)
+    session = open_session(cfg.runtime, ctx.log)
     judge = RewardScorer.load(session, reward_model)
     heard: dict[str, _Heard] = {}
     for name, model_dir in models.items():

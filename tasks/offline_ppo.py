@@ -47,7 +47,7 @@ def train_policy(
     if cfg.behavior.policy == "logged":
         check_logged(train.pairs)
 
-    session = open_session(cfg.runtime)
+    session = open_session(cfg.runtime, ctx.log)
     scorer = ComponentScorer(cfg.reward, session, reward_model)
     weights = dict(cfg.reward.components)
     if cfg.reward.search is not None:

@@ -74,7 +74,7 @@ def train_reward_model(
     own = {name: _select(name, wanted, splits) for name, wanted in cfg.components.items()}
 
     trainer = MemberTrainer(
-        open_session(cfg.runtime), cfg, base.model_dir, ctx.checkpoint_dir, ctx.log
+        open_session(cfg.runtime, ctx.log), cfg, base.model_dir, ctx.checkpoint_dir, ctx.log
     )
     trained = [_train_component(ctx, trainer, name, part) for name, part in own.items()]
     return ctx.publish(RewardModelCheckpoint, partial(_fill, ctx, trainer.session, trained, splits))
@@ -122,8 +122,8 @@ def _train_component(
     if cfg.noise.method != "none":
         labels = cross_fit(trainer, name, cfg.seed, train, validation)
         ctx.draft.metrics[f"{name}.contradicted_share"] = labels.contradicted_share
-        train = with_trust(train, labels, cfg.noise.method)
-    members = []
+        train = with_trust(train, labels.trust, cfg.noise.method)
+    members = list(labels.members) if labels is not None and cfg.noise.keep_folds else []
     for index in range(cfg.members):
         member = f"{name}-{index}"
         members.append(trainer.fit(member, cfg.seed + index, train, validation))

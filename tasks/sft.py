@@ -46,7 +46,7 @@ def train_base(
     steps = count_steps(len(train), cfg.batch_pairs, cfg.epochs, cfg.max_steps)
     ctx.draft.counts |= {"train_pairs": len(train), "steps": steps, **left_out}
 
-    session = open_session(cfg.runtime)
+    session = open_session(cfg.runtime, ctx.log)
     session.load(RoleSpec(ROLE, "language_model", str(model_dir), cfg.seed, steps, cfg.optimizer))
     _clone(ctx, cfg, session, train, steps)
     ctx.draft.metrics |= _held_out_nll(session, validation)

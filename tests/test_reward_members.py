@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from flows.options import RunOptions
 from flows.reward_model import train_reward_model
@@ -18,9 +20,9 @@ from tasks.backends.trajectories import response_rows
 from tasks.config import RewardModelConfig
 from tasks.data.pairs import fold_of, read_pairs
 from tasks.data.rendering import Renderer, render_pairs
-from tasks.errors import DataError
+from tasks.errors import DataError, ModelError
 from tasks.loading_config import load_config, merge
-from tasks.models.loading import load_reward_model
+from tasks.models.loading import load_adapted_reward_model, load_reward_model
 
 pytestmark = pytest.mark.slow
 
@@ -52,11 +54,14 @@ def ensemble(train: Any) -> RewardModelCheckpoint:
 
 
 def _member_scores(directory: Path, preferences: str, split: str) -> torch.Tensor:
+    return _scores(load_reward_model(directory), directory, preferences, split)
+
+
+def _scores(model: Any, directory: Path, preferences: str, split: str) -> torch.Tensor:
     """Score all responses of a split with transformers, (2P,), chosen first."""
     dataset = load_artifact(Path(preferences), PreferenceDataset)
     renderer = Renderer.load(directory, CHAIN.reward_model.rendering)
     pairs, _ = render_pairs(read_pairs(dataset, split), renderer)
-    model = load_reward_model(directory)
     rows = [torch.tensor([[*row.prompt_ids, *row.response_ids]]) for row in response_rows(pairs)]
     with torch.no_grad():
         return torch.stack([model(row).logits[0, -1, 0] for row in rows])
@@ -177,3 +182,35 @@ def _events(found: RewardModelCheckpoint) -> list[tuple[str, str]]:
     path = MlflowClient(uri).download_artifacts(run_id, "events.jsonl")
     records = [json.loads(line) for line in Path(path).read_text().splitlines()]
     return [(record["name"], record["message"]) for record in records]
+
+
+def test_adapter_keeps_its_head_and_equals_the_merged_model(
+    train: Any, preferences: str, base: str
+) -> None:
+    found = train(lora={"rank": 4, "alpha": 8}, max_steps=12)
+    adapter = found.path / "adapters" / "preference-0"
+    (component,) = found.components.values()
+    weights = load_file(adapter / "adapter_model.safetensors")
+    heads = [name for name in weights if "score" in name]
+    assert sorted(name.rsplit(".", 1)[1] for name in heads) == ["bias", "weight"]
+    assert not any("lora" in name for name in heads)
+    adapted = load_adapted_reward_model(Path(base) / "model", adapter)
+    scores = _member_scores(component.member_dirs[0], preferences, "test")
+    again = _scores(adapted, found.model_dir, preferences, "test")
+    torch.testing.assert_close(again, scores, atol=1e-4, rtol=0)
+    # The backbone under the adapter is the base's own, and what was trained separates the pairs.
+    assert float(scores.std()) > 0
+    table = _table(found, "test")
+    standard = (scores - component.mean) / component.std
+    assert table["chosen_score"] == pytest.approx(standard[0::2].tolist(), abs=1e-3)
+
+
+def test_adapter_without_its_head_is_refused(
+    train: Any, preferences: str, base: str, tmp_path: Path
+) -> None:
+    found = train(RunOptions(reuse=True), lora={"rank": 4, "alpha": 8}, max_steps=12)
+    adapter = Path(shutil.copytree(found.path / "adapters" / "preference-0", tmp_path / "headless"))
+    file = adapter / "adapter_model.safetensors"
+    save_file({k: v for k, v in load_file(file).items() if "score" not in k}, file)
+    with pytest.raises(ModelError, match=r"does not fit on .*score"):
+        load_adapted_reward_model(Path(base) / "model", adapter)

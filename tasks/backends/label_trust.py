@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tasks.algorithms.calibration import fit_temperature
-from tasks.algorithms.label_noise import label_trust
+from tasks.algorithms.label_noise import fit_noisy_scale, label_trust
 from tasks.algorithms.reward_losses import split_interleaved
 from tasks.backends.reward_training import ROLE, LabelledPairs, MemberTrainer
 from tasks.backends.roles import RoleSpec
@@ -24,13 +24,15 @@ class CrossFit:
     """What held-out members say of P pairs.
 
     Args:
-        margins: (P,) chosen minus rejected score, calibrated, in nats, of the member that did not
-            see the pair.
+        margins: (P,) chosen minus rejected score of the member that did not see the pair, scaled to
+            nats.
         trust: (P,) probability that the label is right.
+        members: model of each fold.
     """
 
     margins: Tensor
     trust: Tensor
+    members: tuple[Path, ...]
 
     @property
     def contradicted_share(self) -> float:
@@ -55,6 +57,7 @@ def cross_fit(
     noise = trainer.cfg.noise
     folds = [fold_of(pair.prompt_id, noise.folds) for pair in train.pairs]
     margins = torch.zeros(len(folds))
+    members = []
     for fold in range(noise.folds):
         own = [i for i, found in enumerate(folds) if found == fold]
         others = [i for i, found in enumerate(folds) if found != fold]
@@ -72,14 +75,17 @@ def cross_fit(
         held_out = response_rows([train.pairs[i] for i in own])
         chosen, rejected = split_interleaved(session.scores(ROLE, held_out))
         gap = chosen - rejected
-        margins[own] = gap / fit_temperature(gap).value
-    return CrossFit(margins, label_trust(margins, flip_rate=noise.flip_rate))
+        margins[own] = gap * fit_noisy_scale(gap, flip_rate=noise.flip_rate)
+        members.append(directory)
+    return CrossFit(margins, label_trust(margins, flip_rate=noise.flip_rate), tuple(members))
 
 
-def with_trust(train: LabelledPairs, found: CrossFit, method: str) -> LabelledPairs:
-    """Return the pairs with weights (``downweight``) or soft labels (``relabel``) of their
-    trust."""
+def with_trust(train: LabelledPairs, trust: Tensor, method: str) -> LabelledPairs:
+    """Return the pairs with their trust as weights (``downweight``), as soft labels (``soften``),
+    or with the label swapped where it is less likely right than wrong (``relabel``)."""
     if method == "downweight":
         # A weight of 0 would mean padding.
-        return replace(train, weights=found.trust.clamp(min=1e-4))
-    return replace(train, trust=found.trust)
+        return replace(train, weights=trust.clamp(min=1e-4))
+    if method == "soften":
+        return replace(train, trust=trust)
+    return replace(train, trust=(trust >= 0.5).float())

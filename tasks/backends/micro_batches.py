@@ -224,8 +224,8 @@ def _select_jagged(column: Any, index: Tensor) -> Tensor:
     tokens = steps + torch.repeat_interleave(starts - (ends - lengths), lengths)
     offsets = torch.nn.functional.pad(ends, (1, 0))
     # Without the longest length at hand, torch would pad to the sum of all.
-    bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+    shortest, longest = int(lengths.min()), int(lengths.max())
     selected: Tensor = torch.nested.nested_tensor_from_jagged(
-        column.values()[tokens], offsets, **bounds
+        column.values()[tokens], offsets, min_seqlen=shortest, max_seqlen=longest
     )
     return selected

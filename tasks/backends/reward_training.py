@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tasks.algorithms.label_noise import noisy_log_loss
 from tasks.algorithms.reward_losses import (
     PairRegularization,
     bradley_terry_loss,
@@ -165,10 +166,11 @@ class MemberTrainer:
         def look(step: int) -> bool:
             if step % held_out.evaluate_every_steps and step != steps:
                 return False
-            found = pair_metrics(self.session, ROLE, validation)
+            found = pair_metrics(self.session, ROLE, validation, cfg.noise.flip_rate)
             self.log.metrics({f"{name}/validation_{key}": v for key, v in found.items()}, step)
             if held_out.select_best:
-                best.offer(step, found["log_loss"], self.session)
+                # Wrong labels among the held-out pairs would punish a model for being sure.
+                best.offer(step, found["noisy_log_loss"], self.session)
             patience = held_out.stop_after
             return patience is not None and (
                 step - best.step >= patience * held_out.evaluate_every_steps
@@ -227,8 +229,11 @@ class BestStep:
             shutil.rmtree(previous, ignore_errors=True)
 
 
-def pair_metrics(session: Session, role: str, pairs: Sequence[RenderedPair]) -> dict[str, float]:
-    """Return accuracy (ties count half), share of ties, and log loss in nats."""
+def pair_metrics(
+    session: Session, role: str, pairs: Sequence[RenderedPair], flip_rate: float
+) -> dict[str, float]:
+    """Return accuracy (ties count half), share of ties, and log loss in nats: plain, and allowing
+    for wrong labels."""
     rows: list[Row] = response_rows(pairs)
     chosen, rejected = split_interleaved(session.scores(role, rows))
     loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=float(len(pairs)))
@@ -237,6 +242,7 @@ def pair_metrics(session: Session, role: str, pairs: Sequence[RenderedPair]) -> 
         "accuracy": float(counts.accuracy),
         "tie_share": float(counts.tie_sum / counts.n_pairs),
         "log_loss": float(loss),
+        "noisy_log_loss": noisy_log_loss(chosen - rejected, flip_rate=flip_rate),
     }
 
 

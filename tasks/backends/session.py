@@ -17,6 +17,7 @@ import torch
 from tasks.backends import cluster
 from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
 from tasks.config import RuntimeConfig
+from tasks.context import RunLog
 from tasks.errors import ConfigError, TrainingError
 
 ROWS_PER_CALL = 1024
@@ -33,12 +34,14 @@ class Session:
         host: what the group was started with.
         notes: role to why its rows do not share their prompts, which costs time but changes
             nothing; only roles for which `RuntimeConfig` asks for it in vain.
+        log: of the stage that uses the session.
     """
 
     group: Any
     runtime: RuntimeConfig
     host: HostSpec
     notes: dict[str, str] = field(default_factory=dict)
+    log: RunLog | None = None
 
     def load(self, *specs: RoleSpec) -> None:
         """Build roles inside the running workers."""
@@ -46,8 +49,17 @@ class Session:
             reason = self.group.load_role(spec, self.runtime)[0]
             self.notes.pop(spec.name, None)
             if reason is not None:
+                self._tell_once(spec.name, reason)
                 self.notes[spec.name] = reason
-                _LOG.warning("Role %s computes each prompt again: %s", spec.name, reason)
+
+    def _tell_once(self, role: str, reason: str) -> None:
+        if reason in self.notes.values():
+            return
+        message = f"role {role} computes each prompt again for each response: {reason}"
+        if self.log is None:
+            _LOG.warning(message)
+        else:
+            self.log.event("plain_rows", message)
 
     def drop(self) -> None:
         """Free all roles; the processes stay for the next stage."""
@@ -288,18 +300,23 @@ def _live() -> dict[str, Session]:
     return {}
 
 
-def open_session(runtime: RuntimeConfig) -> Session:
+def open_session(runtime: RuntimeConfig, log: RunLog | None = None) -> Session:
     """Return the worker group for this runtime, without roles; a running group that fits is used
-    again."""
+    again.
+
+    Args:
+        runtime: ranks, device and how roles are built.
+        log: where the stage reports.
+    """
     host = HostSpec.from_runtime(runtime, cluster.resolve_device(runtime))
     current = _live().get("session")
     if current is not None and current.host == host:
         current.drop()
-        current.runtime = runtime
+        current.runtime, current.log = runtime, log
         return current
     close()
     cluster.connect(runtime)
-    _live()["session"] = Session(_start_group(host), runtime, host)
+    _live()["session"] = Session(_start_group(host), runtime, host, log=log)
     return _live()["session"]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import verl.workers.engine.fsdp.transformer_impl as verl_fsdp
+from peft import LoraConfig, TaskType, get_peft_model
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
@@ -19,6 +20,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from tasks.algorithms.prefix_rows import MergeLimit, RowLayout, dense_mask, prefix_mask_mod
 from tasks.backends.micro_batches import layout_of, make_micro_batches
 from tasks.backends.prompt_sharing import FLEX_ATTENTION, attention_tokens
+
+VALUE_HEAD = "score"
 
 
 def attention_mask(segments: Tensor, attention: str) -> Any:
@@ -148,6 +151,21 @@ class LanguageEngine(_MergedRows, FSDPEngineWithLMHead):  # type: ignore[misc]
 
 class ValueEngine(_MergedRows, FSDPEngineWithValueHead):  # type: ignore[misc]
     """Model with one score per token."""
+
+    def _build_lora_module(self, module: Any) -> Any:
+        """Adapt the backbone and train the new head whole; verl would adapt the head as well, and
+        leave it as it was drawn."""
+        module.enable_input_require_grads()
+        config = LoraConfig(
+            task_type=TaskType.TOKEN_CLS,
+            r=self.model_config.lora_rank,
+            lora_alpha=self.model_config.lora_alpha,
+            target_modules=self.model_config.target_modules,
+            exclude_modules=[VALUE_HEAD],
+            modules_to_save=[VALUE_HEAD],
+            bias="none",
+        )
+        return get_peft_model(module, config)
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any

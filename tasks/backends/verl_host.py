@@ -249,7 +249,10 @@ def _write_model(
     save_pretrained: Callable[..., None] = module.save_pretrained  # type: ignore[assignment]
     config: Any = module.config
     if hasattr(module, "peft_config"):
-        adapter = {key: value.float() for key, value in state.items() if "lora_" in key}
+        kept = ("lora_", "modules_to_save")
+        adapter = {
+            key: value.float() for key, value in state.items() if any(word in key for word in kept)
+        }
         save_pretrained(str(directory), state_dict=adapter)
     else:
         if config.tie_word_embeddings:

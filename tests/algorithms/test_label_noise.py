@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.label_noise import label_trust
-from tasks.errors import ConfigError, TrainingError
+from tasks.algorithms.label_noise import fit_noisy_scale, label_trust, noisy_log_loss
+from tasks.errors import ConfigError, DataError, TrainingError
 
 
 def test_trust_by_hand() -> None:
@@ -38,3 +38,33 @@ def test_flip_rate_has_bounds(flip_rate: float) -> None:
 def test_broken_margin_is_an_error() -> None:
     with pytest.raises(TrainingError, match="margins"):
         label_trust(torch.tensor([math.nan]), flip_rate=0.1)
+
+
+def test_noisy_loss_by_hand() -> None:
+    # m = log 3: sigmoid 0.75. -log(0.9 * 0.75 + 0.1 * 0.25) = -log 0.7 = 0.356675.
+    # m = -log 3: -log(0.9 * 0.25 + 0.1 * 0.75) = -log 0.3 = 1.203973.
+    margins = torch.tensor([math.log(3.0), -math.log(3.0)])
+    assert noisy_log_loss(margins, flip_rate=0.1) == pytest.approx((0.356675 + 1.203973) / 2)
+    # However wrong a label seems, it costs at most -log 0.1.
+    assert noisy_log_loss(torch.tensor([-1e6]), flip_rate=0.1) == pytest.approx(-math.log(0.1))
+
+
+def test_scale_is_found_on_labels_with_that_noise() -> None:
+    # Pairs whose true odds are sigmoid(2 m), and of whose labels a tenth is flipped.
+    generator = torch.Generator().manual_seed(0)
+    gaps = torch.randn(200_000, generator=generator)
+    better = torch.rand(len(gaps), generator=generator) < torch.sigmoid(2.0 * gaps)
+    flipped = torch.rand(len(gaps), generator=generator) < 0.1
+    margins = torch.where(better ^ flipped, gaps, -gaps)
+    scale = fit_noisy_scale(margins, flip_rate=0.1)
+    # Fisher information of about 0.1 per pair: a standard error of 1 / sqrt(2e4) = 0.007.
+    assert scale == pytest.approx(2.0, abs=0.04)
+    row = [noisy_log_loss(margins, flip_rate=0.1, scale=k / 20) for k in range(20, 60)]
+    assert noisy_log_loss(margins, flip_rate=0.1, scale=scale) <= min(row) + 1e-12
+
+
+def test_scale_stays_within_its_bounds() -> None:
+    assert fit_noisy_scale(torch.tensor([1.0, 2.0]), flip_rate=0.1) <= 1024.0
+    assert fit_noisy_scale(torch.tensor([-1.0, -2.0]), flip_rate=0.1) >= 1 / 1024 - 1e-12
+    with pytest.raises(DataError, match="no margins"):
+        fit_noisy_scale(torch.zeros(0), flip_rate=0.1)

@@ -27,8 +27,11 @@ IDS = torch.tensor([1, 2, 10, 5, 50, 51, 52, 1, 2, 20, 21, 1, 2, 30])
 MERGED = [[0, 2, 3], [1]]
 
 Rows = st.lists(
-    st.builds(RowShape, st.integers(0, 3), st.just(0), st.integers(1, 6)), min_size=1, max_size=8
-).map(lambda rows: [RowShape(row.prompt, 1 + row.prompt, row.response_tokens) for row in rows])
+    # The prompt of n tokens is called n.
+    st.tuples(st.integers(1, 4), st.integers(1, 6)).map(lambda size: RowShape(size[0], *size)),
+    min_size=1,
+    max_size=8,
+)
 
 
 def test_layout_by_hand() -> None:

@@ -9,32 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
-    LlamaConfig,
 )
 
 from tasks.algorithms.prefix_rows import RowShape, dense_mask, lay_out
-from tasks.backends.micro_batches import bucket_units, layout_of, match_count, split_units
 from tasks.backends.prompt_sharing import (
     FLEX_ATTENTION,
     MERGEABLE_MODEL_TYPES,
-    attention_implementation,
-    attention_tokens,
-    plain_rows_reason,
-    shares_prompts,
 )
 from tasks.backends.roles import Batch, Row
-from tasks.backends.session import plan_calls, to_tensordict
+from tasks.backends.session import to_tensordict
 from tasks.backends.verl_engine import LanguageEngine, ValueEngine, attention_mask
 from tasks.backends.verl_losses import distillation_loss, top_k_hook
-from tasks.config import RuntimeConfig
 
 VOCABULARY = 40
 # The head of a model type with scores per token; the other types exist as language models alone.
@@ -308,105 +299,6 @@ def test_the_head_sees_only_what_predicts_responses() -> None:
     assert engine.module(**inputs).logits.shape == (1, n_response_tokens, VOCABULARY)
 
 
-def _groups_of(engine: Any, batch: Batch, budget: int) -> list[list[int]]:
-    """Return the rows of each micro-batch, after a look at their layouts."""
-    micro_batches, indices = engine._micro_batches(_data(batch, budget))
-    for micro_batch, index in zip(micro_batches, indices, strict=True):
-        layout = layout_of(micro_batch)
-        assert layout is not None and layout.segments.numel() <= budget
-        assert micro_batch["responses"].offsets().diff().tolist() == [
-            len(batch.rows[i].response_ids) for i in index
-        ]
-    return indices
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=12),
-    budget=st.integers(24, 200),
-    group_size=st.sampled_from([1, 2]),
-)
-@settings(max_examples=30, deadline=None)
-def test_micro_batches_hold_every_row_once_within_the_budget(
-    sizes: list[tuple[int, int]], budget: int, group_size: int
-) -> None:
-    rows = [_row(i, *size) for i, size in enumerate(sizes) for _ in range(group_size)]
-    engine = ValueEngine.__new__(ValueEngine)
-    engine.attention_tokens = 200.0
-    indices = _groups_of(engine, Batch(rows, group_size=group_size), budget)
-    assert sorted(i for index in indices for i in index) == list(range(len(rows)))
-    for index in indices:
-        firsts = index[::group_size]
-        assert index == [first + k for first in firsts for k in range(group_size)]
-
-
-def test_a_pair_of_different_prompts_stays_in_one_micro_batch() -> None:
-    rows = [_row(0, 2, 3), _row(1, 5, 3), _row(2, 4, 3), _row(3, 4, 3)]
-    engine = ValueEngine.__new__(ValueEngine)
-    engine.attention_tokens = 200.0
-    # The pairs take 2 * 8 and 4 + 3 + 3 tokens and do not fit together.
-    assert _groups_of(engine, Batch(rows, group_size=2), 20) == [[2, 3], [0, 1]] or _groups_of(
-        engine, Batch(rows, group_size=2), 20
-    ) == [[0, 1], [2, 3]]
-
-
-def test_one_rank_with_fewer_prompts_than_the_other_has_micro_batches() -> None:
-    shapes = [RowShape("a", 2, 3)] * 5
-    units = [[[0, 1, 2, 3, 4]]]
-    buckets = bucket_units(units, shapes, 100)
-    split_units(units, buckets, 3)
-    # 5 rows become 2 and 3; the 3 become 1 and 2.
-    assert sorted(len(unit[0]) for unit in units) == [1, 2, 2]
-    assert sorted(i for unit in units for i in unit[0]) == [0, 1, 2, 3, 4]
-    assert sorted(match_count(buckets, 3)) == [[0], [1], [2]]
-
-
-def test_calls_keep_prompts_together_and_like_lengths() -> None:
-    # Merged: prompt 2 has 2 + 3 + 1 + 7 = 13, 5 has 13, 9 has 13, 3 has 5 tokens.
-    assert plan_calls(MIXED, 5) == [[6, 7, 0, 2, 5], [1, 4, 3]]
-    assert plan_calls(MIXED, 2) == [[6, 7], [0, 2], [5], [1, 4], [3]]
-    assert plan_calls([], 5) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "runtime", "reason"),
-    [
-        ({}, {}, None),
-        ({}, {"share_prompts": False, "remove_padding": True}, None),
-        ({}, {"remove_padding": True}, "remove_padding packs rows"),
-        ({}, {"attention": "flash_attention_2"}, "flash_attention_2 takes no mask"),
-        ({"model_type": "gpt2"}, {}, "gpt2 is not known"),
-        ({"sliding_window": 8}, {}, "sliding window"),
-        ({"sliding_window": 8, "use_sliding_window": False}, {}, None),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding window"),
-        ({"attention_dropout": 0.1}, {}, "dropout"),
-    ],
-)
-def test_models_whose_rows_stay_by_themselves(
-    changes: dict[str, Any], runtime: dict[str, Any], reason: str | None
-) -> None:
-    config = LlamaConfig()
-    for name, value in changes.items():
-        setattr(config, name, value)
-    settings_ = RuntimeConfig(**runtime)
-    found = plain_rows_reason(config, settings_)
-    assert found is None if reason is None else reason in str(found)
-    assert shares_prompts(config, settings_) == (reason is None and settings_.share_prompts)
-
-
-def test_attention_by_device() -> None:
-    config = LlamaConfig(hidden_size=256, num_attention_heads=4)
-    runtime = RuntimeConfig()
-    assert attention_implementation(config, runtime, "cpu") == "sdpa"
-    assert attention_implementation(config, runtime, "cuda") == FLEX_ATTENTION
-    off = RuntimeConfig(share_prompts=False)
-    assert attention_implementation(config, off, "cuda") == "sdpa"
-    # 96 / 4 = 24 is no power of two.
-    narrow = LlamaConfig(hidden_size=96, num_attention_heads=4)
-    assert attention_implementation(narrow, runtime, "cuda") == "sdpa"
-    dense = LlamaConfig(hidden_size=256, attn_implementation="sdpa")
-    assert attention_tokens(dense) == 6 * 256
-
-
 @pytest.fixture
 def uncompiled_flex_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Transformers' flex attention without the compiler, which needs a GPU to be of use."""
@@ -419,6 +311,7 @@ def uncompiled_flex_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     yield
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_block_sparse_attention_equals_the_dense_mask(
     model_type: str, uncompiled_flex_attention: None
@@ -431,6 +324,7 @@ def test_block_sparse_attention_equals_the_dense_mask(
     _assert_same_outputs(found, expected)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_block_mask_of_more_than_one_block_hides_siblings() -> None:
     # Blocks of 128: the prompt fills two, each response one, so that one sibling block is skipped.
     shapes = [RowShape("a", 256, 128), RowShape("a", 256, 128)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from tasks.backends.roles import Batch, HostSpec, Row
-from tasks.backends.session import reduce_metrics, to_tensordict
+from tasks.backends.session import plan_calls, reduce_metrics, to_tensordict
 from tasks.config import RuntimeConfig
 
 ROWS = [Row((1, 2), (3, 4, 5)), Row((6,), (7,))]
@@ -72,3 +72,13 @@ def test_metrics_add_up_over_ranks_and_micro_batches() -> None:
 def test_ranks_share_the_threads(ranks: int, cpu_threads: int, per_rank: int) -> None:
     runtime = RuntimeConfig(ranks=ranks, cpu_threads=cpu_threads)
     assert HostSpec.from_runtime(runtime, "cpu") == HostSpec(ranks, "cpu", per_rank)
+
+
+def test_calls_keep_prompts_together_and_like_lengths() -> None:
+    sizes = [(2, 3), (5, 6), (2, 1), (9, 4), (5, 2), (2, 7), (3, 1), (3, 1)]
+    rows = [Row((prompt,) * prompt, (0,) * response) for prompt, response in sizes]
+    # With its responses, prompt 2 has 2 + 3 + 1 + 7 = 13 tokens, 5 and 9 have 13, 3 has 5.
+    assert plan_calls(rows, 5) == [[6, 7, 0, 2, 5], [1, 4, 3]]
+    # A prompt of three rows does not fit into a call of two.
+    assert plan_calls(rows, 2) == [[6, 7], [0, 2], [5], [1, 4], [3]]
+    assert plan_calls([], 5) == []

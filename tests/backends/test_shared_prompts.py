@@ -1,4 +1,4 @@
-"""Real verl workers give the same numbers whether prompts are shared or not, on one and two ranks."""
+"""Real verl workers: the same numbers whether prompts are shared or not, on one and two ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tasks.algorithms.policy_losses import ClipRange
 from tasks.backends.roles import Batch, RoleSpec, Row
 
 pytestmark = pytest.mark.slow
@@ -44,7 +45,7 @@ def _batches() -> dict[str, tuple[str, Batch, Any]]:
     critic = Batch(ROWS, {"old_values": noise, "returns": [3.0 * x.flip(0) for x in noise]})
     ppo = {"proximal_logprobs": [x - 5.0 for x in noise], "advantages": noise}
     columns = ppo | {"weights": [x.abs() for x in noise]}
-    clip = partial(losses.policy_loss, losses.ClipRange(0.2, 0.2, 3.0), "token-mean", 0.1)
+    clip = partial(losses.policy_loss, ClipRange(0.2, 0.2, 3.0), "token-mean", 0.1)
     return {
         "cloning": ("language_model", Batch(ROWS), losses.cloning_loss),
         "ppo": (
@@ -110,7 +111,10 @@ def test_rows_that_cannot_be_merged_are_told(
     session = open_workers(remove_padding=True)
     found = _readings(session, tiny_dir, ROWS)
     assert set(session.notes) == {"language", "value"}
-    assert "remove_padding" in session.notes["value"] and "Role value" in caplog.text
+    assert (
+        "remove_padding" in session.notes["value"]
+        and "role language computes each prompt again" in caplog.text
+    )
     for packed, shared in zip(found, expected, strict=True):
         torch.testing.assert_close(packed, shared, atol=1e-5, rtol=1e-5)
     session.drop()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.backends.behavior import FOLDS, fold_of
+from tasks.backends.behavior import FOLDS
 from tasks.backends.roles import Row
 from tasks.backends.trajectories import (
     Trajectories,
@@ -19,6 +19,7 @@ from tasks.backends.trajectories import (
     response_rows,
     unpad,
 )
+from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import RewardError
 
@@ -91,11 +92,11 @@ def test_an_interrupted_computation_leaves_no_column(tmp_path: Path) -> None:
 
 def test_fold_of_a_prompt_never_changes() -> None:
     # The SHA-256 of a, b, c, d ends in bb, 9d, c6, e4 hex: odd ones are fold 1.
-    assert [fold_of(prompt) for prompt in "abcd"] == [1, 1, 0, 0]
+    assert [fold_of(prompt, 2) for prompt in "abcd"] == [1, 1, 0, 0]
 
 
 def test_folds_are_of_like_size() -> None:
-    folds = [fold_of(f"prompt {i}") for i in range(1000)]
+    folds = [fold_of(f"prompt {i}", FOLDS) for i in range(1000)]
     # Binomial with n = 1000 and p = 1/2: four standard deviations are 63.
     assert set(folds) == set(range(FOLDS))
     assert abs(sum(folds) - 500) < 64

@@ -75,12 +75,14 @@ class CaseResult:
     sides: list[SideResult]
 
     def rate(self, side: SideResult, peaks: dict[str, float]) -> dict[str, float]:
-        """Return rates of useful work, and the share of the machine's fp32 peak that they are."""
+        """Return rates of useful work, and which share of the machine's peaks they are: fp32's, and
+        that of the case's own precision."""
         useful = self.flops_per_token * self.tokens_once / side.seconds
         return {
             "pairs_per_second": self.n_pairs / side.seconds,
             "tokens_once_per_second": self.tokens_once / side.seconds,
             "tokens_twice_per_second": self.tokens_twice / side.seconds,
+            "share_of_own_peak": useful / peaks[self.dtype],
             "share_of_fp32_peak": useful / peaks["fp32"],
             "share_of_fp32_peak_prompt_twice": useful
             / peaks["fp32"]

@@ -6,10 +6,22 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.backends.micro_batches import length_buckets, match_count
+from tasks.algorithms.prefix_rows import MergeLimit, RowShape
+from tasks.backends.micro_batches import (
+    bucket_units,
+    layout_of,
+    length_buckets,
+    make_micro_batches,
+    match_count,
+    select_rows,
+    split_units,
+)
+from tasks.backends.roles import Batch, Row
+from tasks.backends.session import to_tensordict
 
 COST = 5
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=7)
@@ -92,3 +104,71 @@ def test_the_largest_bucket_is_halved() -> None:
 def test_too_few_rows_for_the_count() -> None:
     with pytest.raises(RuntimeError, match="2 rows cannot make 3 micro-batches"):
         match_count([[0, 1]], 3)
+
+
+def _row(seed: int, prompt_tokens: int, response_tokens: int) -> Row:
+    """Return a row whose prompt depends on its length alone."""
+    return Row((prompt_tokens,) * prompt_tokens, (10 + seed,) * response_tokens)
+
+
+def _indices(batch: Batch, budget: int) -> list[list[int]]:
+    """Return the rows of each micro-batch, after a look at what it holds."""
+    data = to_tensordict(batch, {"max_token_len_per_gpu": budget})
+    micro_batches, indices = make_micro_batches(data, MergeLimit(budget, 200.0), None)
+    for micro_batch, index in zip(micro_batches, indices, strict=True):
+        layout = layout_of(micro_batch)
+        assert layout is not None and layout.segments.numel() <= budget
+        found = [row.tolist() for row in micro_batch["responses"].unbind()]
+        assert found == [list(batch.rows[i].response_ids) for i in index]
+    return indices
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 8)), min_size=1, max_size=12),
+    budget=st.integers(26, 200),
+    group_size=st.sampled_from([1, 2]),
+    one_prompt=st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_micro_batches_hold_every_row_once_within_the_budget(
+    sizes: list[tuple[int, int]], budget: int, group_size: int, one_prompt: bool
+) -> None:
+    rows = [
+        _row(i, prompt if one_prompt else prompt + k, response)
+        for i, (prompt, response) in enumerate(sizes)
+        for k in range(group_size)
+    ]
+    indices = _indices(Batch(rows, group_size=group_size), budget)
+    assert sorted(i for index in indices for i in index) == list(range(len(rows)))
+    for index in indices:
+        firsts = index[::group_size]
+        assert index == [first + k for first in firsts for k in range(group_size)]
+
+
+def test_a_pair_of_different_prompts_stays_in_one_micro_batch() -> None:
+    rows = [_row(0, 2, 3), _row(1, 5, 3), _row(2, 4, 3), _row(3, 4, 3)]
+    # The first pair takes 2 * 8 tokens, the second 4 + 3 + 3; a budget of 20 holds either.
+    assert _indices(Batch(rows, group_size=2), 20) == [[2, 3], [0, 1]]
+
+
+def test_selected_rows_keep_their_columns_and_the_plain_values() -> None:
+    columns = {"values": [torch.full((n,), float(n)) for n in (1, 2, 5)]}
+    rows = [_row(n, 2, n) for n in (1, 2, 5)]
+    data = to_tensordict(Batch(rows, columns, scalars={"calculate_entropy": True}), {})
+    found = select_rows(data, [1, 0])
+    assert found["values"].unbind()[0].tolist() == [2.0, 2.0]
+    # Padded to the longest of the two, not of all three.
+    padded = torch.nested.to_padded_tensor(found["values"], padding=0.0)
+    assert padded.tolist() == [[2.0, 2.0], [1.0, 0.0]]
+    assert found["calculate_entropy"] is True and found["temperature"] == 1.0
+
+
+def test_one_rank_with_fewer_prompts_than_the_other_has_micro_batches() -> None:
+    shapes = [RowShape("a", 2, 3)] * 5
+    units = [[[0, 1, 2, 3, 4]]]
+    buckets = bucket_units(units, shapes, 100)
+    split_units(units, buckets, 3)
+    # 5 rows become 2 and 3; the 3 become 1 and 2.
+    assert sorted(len(unit[0]) for unit in units) == [1, 2, 2]
+    assert sorted(i for unit in units for i in unit[0]) == [0, 1, 2, 3, 4]
+    assert sorted(match_count(buckets, 3)) == [[0], [1], [2]]

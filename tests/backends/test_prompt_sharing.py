@@ -1,0 +1,57 @@
+"""Which models share prompts, and with which attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from tasks.backends.prompt_sharing import (
+    FLEX_ATTENTION,
+    attention_implementation,
+    attention_tokens,
+    plain_rows_reason,
+    shares_prompts,
+)
+from tasks.config import RuntimeConfig
+
+
+@pytest.mark.parametrize(
+    ("changes", "runtime", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"share_prompts": False, "remove_padding": True}, None),
+        ({}, {"remove_padding": True}, "remove_padding packs rows"),
+        ({}, {"attention": "flash_attention_2"}, "flash_attention_2 takes no mask"),
+        ({"model_type": "gpt2"}, {}, "gpt2 is not known"),
+        ({"sliding_window": 8}, {}, "sliding window"),
+        ({"sliding_window": 8, "use_sliding_window": False}, {}, None),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, {}, "sliding window"),
+        ({"attention_dropout": 0.1}, {}, "dropout"),
+    ],
+)
+def test_models_whose_rows_stay_by_themselves(
+    changes: dict[str, Any], runtime: dict[str, Any], reason: str | None
+) -> None:
+    config = LlamaConfig()
+    for name, value in changes.items():
+        setattr(config, name, value)
+    settings_ = RuntimeConfig(**runtime)
+    found = plain_rows_reason(config, settings_)
+    assert found is None if reason is None else reason in str(found)
+    assert shares_prompts(config, settings_) == (reason is None and settings_.share_prompts)
+
+
+def test_attention_by_device() -> None:
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4)
+    runtime = RuntimeConfig()
+    assert attention_implementation(config, runtime, "cpu") == "sdpa"
+    assert attention_implementation(config, runtime, "cuda") == FLEX_ATTENTION
+    off = RuntimeConfig(share_prompts=False)
+    assert attention_implementation(config, off, "cuda") == "sdpa"
+    # 96 / 4 = 24 is no power of two.
+    narrow = LlamaConfig(hidden_size=96, num_attention_heads=4)
+    assert attention_implementation(narrow, runtime, "cuda") == "sdpa"
+    dense = LlamaConfig(hidden_size=256, attn_implementation="sdpa")
+    assert attention_tokens(dense) == 6 * 256
