@@ -90,6 +90,10 @@ class RewardModelConfig(StageConfig):
     lora: LoraConfig | None = Field(
         None, description="Train an adapter and the value head instead of all weights."
     )
+    freeze_backbone: bool = Field(
+        False,
+        description="Train the value head alone, on states of the base that are computed once.",
+    )
     epochs: PositiveFloat = 1.0
     max_steps: PositiveInt | None = None
     batch_pairs: PositiveInt = 32
@@ -110,6 +114,8 @@ class RewardModelConfig(StageConfig):
                 raise ValueError(
                     f"component name {name!r} must be letters, digits, '-' and '_' only"
                 )
+        if self.freeze_backbone and self.lora is not None:
+            raise ValueError("freeze_backbone trains the head alone; give it or lora, not both")
         if self.held_out.stop_after is not None and not self.held_out.select_best:
             raise ValueError("held_out.stop_after needs held_out.select_best")
         return self

@@ -21,8 +21,9 @@ from tasks.artifacts import (
     write_reward_components,
 )
 from tasks.backends.label_trust import CrossFit, cross_fit, with_trust
+from tasks.backends.labelled_pairs import LabelledPairs, rated_margins
 from tasks.backends.reward_scoring import ComponentScores, RewardScorer, RewardScores
-from tasks.backends.reward_training import LabelledPairs, MemberTrainer, rated_margins
+from tasks.backends.reward_training import MemberTrainer
 from tasks.backends.session import Session, open_session
 from tasks.backends.trajectories import Responses
 from tasks.config import RewardComponentConfig, RewardModelConfig

@@ -22,7 +22,7 @@ from tasks.data.pairs import fold_of, read_pairs
 from tasks.data.rendering import Renderer, render_pairs
 from tasks.errors import DataError, ModelError
 from tasks.loading_config import load_config, merge
-from tasks.models.loading import load_adapted_reward_model, load_reward_model
+from tasks.models.loading import load_adapted_reward_model, load_causal_lm, load_reward_model
 
 pytestmark = pytest.mark.slow
 
@@ -214,3 +214,51 @@ def test_adapter_without_its_head_is_refused(
     save_file({k: v for k, v in load_file(file).items() if "score" not in k}, file)
     with pytest.raises(ModelError, match=r"does not fit on .*score"):
         load_adapted_reward_model(Path(base) / "model", adapter)
+
+
+def test_head_on_a_frozen_backbone(train: Any, preferences: str, base: str) -> None:
+    found = train(
+        freeze_backbone=True,
+        max_steps=100,
+        optimizer={"learning_rate": 0.05},
+        held_out={"select_best": False, "evaluate_every_steps": 50},
+    )
+    before = load_causal_lm(Path(base) / "model").state_dict()
+    after = load_reward_model(found.model_dir).state_dict()
+    for name, value in before.items():
+        if name != "lm_head.weight":
+            assert torch.equal(after[name], value)
+    # What was trained on kept states scores whole rows the same way.
+    table = _table(found, "train")
+    (component,) = found.components.values()
+    scores = _member_scores(found.model_dir, preferences, "train")
+    standard = (scores - component.mean) / component.std
+    assert table["chosen_score"] == pytest.approx(standard[0::2].tolist(), abs=1e-3)
+    right = float((scores[0::2] > scores[1::2]).float().mean())
+    assert right > 0.6  # of 124 training pairs; a random head would be at 0.5 +- 0.045
+
+
+def test_states_are_those_that_scores_are_made_of(preferences: str, base: str) -> None:
+    from tasks.backends.roles import RoleSpec
+    from tasks.backends.session import open_session
+
+    dataset = load_artifact(Path(preferences), PreferenceDataset)
+    renderer = Renderer.load(Path(base) / "model", CHAIN.reward_model.rendering)
+    pairs, _ = render_pairs(read_pairs(dataset, "test"), renderer)
+    rows = response_rows(pairs)
+    model = load_causal_lm(Path(base) / "model").model
+    with torch.no_grad():
+        expected = torch.stack(
+            [
+                model(torch.tensor([[*row.prompt_ids, *row.response_ids]])).last_hidden_state[0, -1]
+                for row in rows
+            ]
+        )
+    for changes in ({}, {"share_prompts": False}, {"remove_padding": True}):
+        runtime = CHAIN.reward_model.runtime.model_copy(update=changes)
+        session = open_session(runtime)
+        session.load(RoleSpec("states", "value_model", str(Path(base) / "model")))
+        found = session.last_states("states", rows)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+        # Values alone are still what is asked for elsewhere.
+        assert session.scores("states", rows).shape == (len(rows),)

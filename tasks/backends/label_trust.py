@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tasks.algorithms.label_noise import fit_noisy_scale, label_trust
 from tasks.algorithms.reward_losses import split_interleaved
-from tasks.backends.reward_training import ROLE, LabelledPairs, MemberTrainer
+from tasks.backends.labelled_pairs import LabelledPairs
+from tasks.backends.reward_training import ROLE, MemberTrainer
 from tasks.backends.roles import RoleSpec
 from tasks.backends.trajectories import response_rows
 from tasks.data.pairs import fold_of

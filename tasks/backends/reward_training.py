@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from tasks.algorithms.label_noise import noisy_log_loss
 from tasks.algorithms.reward_losses import (
     PairRegularization,
@@ -22,57 +19,19 @@ from tasks.algorithms.reward_losses import (
 )
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.roles import Batch, RoleSpec, Row
+from tasks.backends.frozen_backbone import FrozenStates, fit_head
+from tasks.backends.labelled_pairs import LabelledPairs
+from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session
 from tasks.backends.supervised import SupervisedRun, count_steps, train_supervised
 from tasks.backends.trajectories import response_rows
 from tasks.config import RewardModelConfig
 from tasks.context import RunLog
 from tasks.data.rendering import RenderedPair
-from tasks.models.export import merge_reward_adapter
+from tasks.models.export import merge_reward_adapter, write_reward_model
 
 ROLE = "reward"
 _ADAPTER_CONFIG = "adapter_config.json"
-
-
-@dataclass(frozen=True)
-class LabelledPairs:
-    """Pairs to learn from.
-
-    Args:
-        pairs: P pairs.
-        weights: (P,) above 0, or None for all 1.
-        trust: (P,) probability that the label is right, or None for 1.
-        margins: (P,) rated margin, NaN where unknown, or None.
-    """
-
-    pairs: Sequence[RenderedPair]
-    weights: Tensor | None = None
-    trust: Tensor | None = None
-    margins: Tensor | None = None
-
-    def subset(self, indices: Sequence[int]) -> LabelledPairs:
-        """Return the pairs at these indices."""
-        chosen = list(indices)
-        return LabelledPairs(
-            [self.pairs[i] for i in chosen],
-            *(
-                None if column is None else column[chosen]
-                for column in (self.weights, self.trust, self.margins)
-            ),
-        )
-
-    def batch(self, units: Sequence[int]) -> Batch:
-        """Return interleaved rows of these pairs, with what is known of each."""
-        part = self.subset(units)
-        known = {"weight": part.weights, "trust": part.trust, "margin": part.margins}
-        columns = {
-            name: [value.float().reshape(1) for value in values for _ in range(2)]
-            for name, values in known.items()
-            if values is not None
-        }
-        scalars = {} if part.weights is None else {"total_weight": float(part.weights.sum())}
-        return Batch(response_rows(part.pairs), columns, group_size=2, scalars=scalars)
 
 
 @dataclass(frozen=True)
@@ -113,6 +72,9 @@ class MemberTrainer:
             return result
         own.mkdir(parents=True, exist_ok=True)
         cfg = self.cfg
+        if cfg.freeze_backbone:
+            self._fit_head(name, seed, train, validation)
+            return result
         steps = count_steps(len(train.pairs), cfg.batch_pairs, cfg.epochs, cfg.max_steps)
         self.session.load(
             RoleSpec(
@@ -127,6 +89,20 @@ class MemberTrainer:
             self.session.export(ROLE, exported)
         self._finish(exported, own)
         return result
+
+    def _fit_head(
+        self, name: str, seed: int, train: LabelledPairs, validation: Sequence[RenderedPair]
+    ) -> None:
+        own = self.work_dir / name
+        cached = FrozenStates(self.session, self.base_dir, self.work_dir)
+        states = cached.of(train.pairs), cached.of(validation)
+        head = fit_head(self.cfg, seed, train, states)
+        temporary = own / "exported"
+        shutil.rmtree(temporary, ignore_errors=True)
+        write_reward_model(self.base_dir, head.weight, temporary)
+        if self.cfg.held_out.select_best:
+            BestStep(own, head.step, head.loss).record()
+        temporary.rename(own / "model")
 
     def selected_step(self, name: str) -> int | None:
         """Return the step whose weights a finished member has; None where it is the last."""
@@ -214,6 +190,12 @@ class BestStep:
             record = json.loads(file.read_text())
             self.step, self.loss = record["step"], record["loss"]
 
+    def record(self) -> None:
+        """Write down the step."""
+        temporary = self.root / "best.json.tmp"
+        temporary.write_text(json.dumps({"step": self.step, "loss": self.loss}))
+        temporary.replace(self.root / "best.json")
+
     def offer(self, step: int, loss: float, session: Session) -> None:
         """Keep the role's weights when the loss is lower; the record names only complete
         exports."""
@@ -222,9 +204,7 @@ class BestStep:
         previous, self.step, self.loss = self.directory, step, loss
         shutil.rmtree(self.directory, ignore_errors=True)
         session.export(ROLE, self.directory)
-        temporary = self.root / "best.json.tmp"
-        temporary.write_text(json.dumps({"step": step, "loss": loss}))
-        temporary.replace(self.root / "best.json")
+        self.record()
         if previous != self.directory:
             shutil.rmtree(previous, ignore_errors=True)
 
@@ -244,10 +224,3 @@ def pair_metrics(
         "log_loss": float(loss),
         "noisy_log_loss": noisy_log_loss(chosen - rejected, flip_rate=flip_rate),
     }
-
-
-def rated_margins(margins: Sequence[float | None], scale: float) -> Tensor | None:
-    """Return scaled margins, (P,), NaN where unknown; None where they are off or none is known."""
-    if scale == 0.0 or all(margin is None for margin in margins):
-        return None
-    return torch.tensor([math.nan if m is None else scale * m for m in margins])

@@ -115,6 +115,12 @@ class Session:
         outputs = self._infer(role, rows, ("values",), {})
         return torch.stack([values[-1].float() for values in outputs["values"]])
 
+    def last_states(self, role: str, rows: Sequence[Row]) -> torch.Tensor:
+        """Return the hidden state that a value model's score is made of, at the last real token of
+        each row, shape (B, H)."""
+        outputs = self._infer(role, rows, ("last_states",), {"return_last_states": True})
+        return torch.stack(outputs["last_states"])
+
     def top_k(
         self, role: str, rows: Sequence[Row], k: int, tau: float
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -22,6 +22,8 @@ from tasks.backends.micro_batches import layout_of, make_micro_batches
 from tasks.backends.prompt_sharing import FLEX_ATTENTION, attention_tokens
 
 VALUE_HEAD = "score"
+STATES = "last_states"
+STATES_FLAG = "return_last_states"
 
 
 def attention_mask(segments: Tensor, attention: str) -> Any:
@@ -152,6 +154,8 @@ class LanguageEngine(_MergedRows, FSDPEngineWithLMHead):  # type: ignore[misc]
 class ValueEngine(_MergedRows, FSDPEngineWithValueHead):  # type: ignore[misc]
     """Model with one score per token."""
 
+    head_inputs: list[Tensor] | None = None
+
     def _build_lora_module(self, module: Any) -> Any:
         """Adapt the backbone and train the new head whole; verl would adapt the head as well, and
         leave it as it was drawn."""
@@ -167,16 +171,58 @@ class ValueEngine(_MergedRows, FSDPEngineWithValueHead):  # type: ignore[misc]
         )
         return get_peft_model(module, config)
 
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
+        wanted = bool(tu.get_non_tensor_data(micro_batch, STATES_FLAG, False))
+        if wanted and self.head_inputs is None:
+            self.head_inputs = []
+            getattr(self.module, VALUE_HEAD).register_forward_pre_hook(self._keep_inputs)
+        return super().prepare_model_inputs(micro_batch)
+
+    def _keep_inputs(self, head: Any, args: Sequence[Any]) -> None:
+        assert self.head_inputs is not None
+        self.head_inputs[:] = [args[0].detach()]
+
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Return the values as jagged rows."""
-        if not isinstance(output_args, RowLayout):
-            plain: dict[str, Tensor] = super().prepare_model_outputs(
+        """Return the values as jagged rows and, if asked for, the state that each row's score is
+        made of, (H,) per row."""
+        merged = isinstance(output_args, RowLayout)
+        found: dict[str, Tensor]
+        if merged:
+            found = {"values": _like_rows(output_args.spread(output.logits), micro_batch)}
+        else:
+            found = super().prepare_model_outputs(
                 output, output_args, micro_batch, logits_processor_func
             )
-            return plain
-        return {"values": _like_rows(output_args.spread(output.logits), micro_batch)}
+        if self.head_inputs and tu.get_non_tensor_data(micro_batch, STATES_FLAG, False):
+            layout = output_args if merged else None
+            found[STATES] = _last_states(self.head_inputs.pop(), micro_batch, layout)
+        return found
+
+
+def _last_states(states: Tensor, micro_batch: TensorDict, layout: RowLayout | None) -> Tensor:
+    """Return the state at the last token of each of B rows as a jagged tensor of B rows of H.
+
+    Args:
+        states: merged (G, W, H), packed (1, N, H) or padded on the right (B, L, H).
+        micro_batch: the rows.
+        layout: how they are merged, if they are.
+    """
+    offsets = micro_batch["input_ids"].offsets()
+    last = offsets[1:] - 1
+    if layout is not None:
+        at = layout.slots[last]
+    elif states.shape[0] == 1 and states.shape[1] == int(offsets[-1]):
+        at = last
+    else:
+        starts = torch.arange(len(last), device=last.device) * states.shape[1]
+        at = starts + offsets.diff() - 1
+    chosen = states.flatten(0, 1)[at]
+    width = chosen.shape[1]
+    ends = torch.arange(len(last) + 1, device=chosen.device) * width
+    rows: Tensor = torch.nested.nested_tensor_from_jagged(chosen.flatten(), ends)
+    return rows
 
 
 def _cpu_logprobs(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:

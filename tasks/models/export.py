@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from tasks.data.templates import load_tokenizer
-from tasks.models.loading import load_adapted_reward_model, load_student
+from tasks.models.loading import (
+    load_adapted_reward_model,
+    load_student,
+    new_reward_model,
+)
 
 
 def merge_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
@@ -33,6 +37,22 @@ def merge_reward_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) ->
     merged = load_adapted_reward_model(base_dir, adapter_dir).merge_and_unload()
     merged.save_pretrained(str(merged_dir))
     load_tokenizer(base_dir).save_pretrained(str(merged_dir))
+
+
+@torch.no_grad()
+def write_reward_model(base_dir: Path, head: Tensor, directory: Path) -> None:
+    """Write a reward model of this backbone and a head without bias.
+
+    Args:
+        base_dir: a language model.
+        head: (H,) weight.
+        directory: final path.
+    """
+    model = new_reward_model(base_dir)
+    model.score.weight.copy_(head[None])
+    model.score.bias.zero_()
+    model.save_pretrained(str(directory))
+    load_tokenizer(base_dir).save_pretrained(str(directory))
 
 
 @torch.no_grad()

@@ -70,7 +70,12 @@ def load_adapted_reward_model(base_path: Path, adapter_path: Path) -> Any:
         ModelError: either is missing, or the adapter's tensors are not exactly those that its
             config puts on this base, the head included.
     """
-    base = AutoModelForTokenClassification.from_pretrained(
+    return _adapt(new_reward_model(base_path), base_path, adapter_path)
+
+
+def new_reward_model(base_path: Path) -> Any:
+    """Load a language model as a backbone with a score head that is drawn at random, in fp32."""
+    return AutoModelForTokenClassification.from_pretrained(
         str(base_path),
         num_labels=1,
         dtype=torch.float32,
@@ -78,7 +83,6 @@ def load_adapted_reward_model(base_path: Path, adapter_path: Path) -> Any:
         trust_remote_code=False,
         local_files_only=True,
     )
-    return _adapt(base, base_path, adapter_path)
 
 
 def _adapt(base: Any, base_path: Path, adapter_path: Path) -> Any:
