@@ -23,10 +23,26 @@ def chain_rows(outcomes: Mapping[str, StageOutcome]) -> list[dict[str, str]]:
     ]
 
 
+# What people look for first in a stage; without any of them, its first metrics are shown.
+HEADLINES: Mapping[str, tuple[str, ...]] = {
+    "reward_model": ("test_accuracy", "test_accuracy_low", "test_accuracy_high", "test_ece"),
+    "offline_ppo": ("reward_agrees_with_label", "chosen_logprob_drift", "rejected_logprob_drift"),
+    "evaluate": (
+        "policy_win_rate_against_base",
+        "student_win_rate_against_base",
+        "policy_oracle_good_rate",
+        "student_oracle_good_rate",
+    ),
+}
+
+
 def key_metrics(outcome: StageOutcome, limit: int = 4) -> str:
-    """Return the first metrics of a stage as text; a dataset shows its counts instead."""
+    """Return the metrics that matter most in a stage as text; a dataset shows its counts
+    instead."""
     manifest = read_manifest(Path(outcome.artifact))
-    shown = [f"{name} {value:.4g}" for name, value in list(manifest.metrics.items())[:limit]]
+    wanted = [n for n in HEADLINES.get(manifest.stage, ()) if n in manifest.metrics]
+    names = wanted or list(manifest.metrics)[:limit]
+    shown = [f"{name} {manifest.metrics[name]:.4g}" for name in names]
     if manifest.kind == "preference_dataset":
         counts = manifest.counts
         shown = [f"{name} {counts[name]}" for name in ("kept", "quarantined") if name in counts]
