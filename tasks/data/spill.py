@@ -1,0 +1,191 @@
+"""Rows put aside between parsing and writing, as Arrow files, so that memory stays bounded."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.ipc as ipc
+
+from tasks.data.chunk_jobs import (
+    Block,
+    InputFile,
+    LineReader,
+    Payload,
+    Rows,
+    left_out_file,
+    pairs_file,
+    payload_file,
+    raw_bytes,
+)
+from tasks.data.rows import Row
+from tasks.data.schemas import MESSAGE_TYPE
+
+_COMPRESSION: Final = "lz4"
+_PLAIN: Final[tuple[tuple[str, pa.DataType], ...]] = (
+    ("pair_id", pa.string()),
+    ("prompt_id", pa.string()),
+    ("group_id", pa.string()),
+    ("subset", pa.string()),
+    ("chosen", pa.large_string()),
+    ("rejected", pa.large_string()),
+    ("n_turns", pa.int32()),
+    ("prompt_chars", pa.int32()),
+    ("chosen_chars", pa.int32()),
+    ("rejected_chars", pa.int32()),
+    ("alternating", pa.bool_()),
+)
+_NUMBERS: Final = (
+    "chosen_score",
+    "rejected_score",
+    "margin",
+    "chosen_logprob",
+    "rejected_logprob",
+)
+_TOKENS: Final = ("prompt_ids", "chosen_ids", "rejected_ids")
+RAW: Final = "raw"
+
+
+class LeftOut(NamedTuple):
+    """A row that was left out, counted within its chunk."""
+
+    position: int
+    line: int
+    reason: str
+    detail: str
+    raw: bytes
+
+
+class PairBatch:
+    """The pairs of a chunk, column by column."""
+
+    def __init__(self) -> None:
+        self._plain: list[tuple[Any, ...]] = []
+        self._turns: list[int] = [0]
+        self._roles: list[str] = []
+        self._contents: list[str] = []
+        self._extra: dict[int, Row] = {}
+        self._tokens: list[Any] = []
+
+    def add(self, plain: tuple[Any, ...], row: Row, tokens: Any) -> None:
+        """Add a pair."""
+        if row.flags or row.scores or row.logged or row.margin is not None:
+            self._extra[len(self._plain)] = row
+        self._plain.append(plain)
+        self._roles += row.roles
+        self._contents += row.contents
+        self._turns.append(len(self._contents))
+        self._tokens.append(tokens)
+
+    def arrays(self) -> dict[str, pa.Array]:
+        """Return the columns."""
+        columns = zip(*self._plain, strict=True)
+        found = {
+            name: pa.array(values, kind)
+            for (name, kind), values in zip(_PLAIN, columns, strict=True)
+        }
+        turns = pa.StructArray.from_arrays(
+            [pa.array(self._roles, pa.string()), pa.array(self._contents, pa.large_string())],
+            fields=list(MESSAGE_TYPE),
+        )
+        kind = pa.list_(pa.field("element", MESSAGE_TYPE, False))
+        found["prompt"] = pa.ListArray.from_arrays(pa.array(self._turns, pa.int32()), turns, kind)
+        found |= self._numbers() | self._token_arrays()
+        found["flags"] = self._flags()
+        return found
+
+    def _numbers(self) -> dict[str, pa.Array]:
+        n = len(self._plain)
+        columns: dict[str, list[float | None]] = {name: [None] * n for name in _NUMBERS}
+        for index, row in self._extra.items():
+            values = (*(row.scores or (None, None)), row.margin, *(row.logged or (None, None)))
+            for name, value in zip(_NUMBERS, values, strict=True):
+                columns[name][index] = value
+        return {name: pa.array(values, pa.float64()) for name, values in columns.items()}
+
+    def _flags(self) -> pa.Array:
+        flags: list[list[str]] = [[]] * len(self._plain)
+        for index, row in self._extra.items():
+            flags[index] = row.flags
+        return pa.array(flags, pa.list_(pa.field("element", pa.string(), False)))
+
+    def _token_arrays(self) -> dict[str, pa.Array]:
+        ids = pa.list_(pa.field("element", pa.int32(), False))
+        if not any(tokens is not None for tokens in self._tokens):
+            return {name: pa.nulls(len(self._tokens), ids) for name in _TOKENS}
+        return {
+            name: pa.array([None if t is None else t[column] for t in self._tokens], ids)
+            for column, name in enumerate(_TOKENS)
+        }
+
+
+def write_pairs(
+    spill_dir: Path, index: int, batch: PairBatch, codes: Sequence[tuple[int, int, bool, int]]
+) -> None:
+    """Put the pairs of a chunk aside with their positions, lines and splits."""
+    position, line, _, split = zip(*codes, strict=True)
+    places = {
+        "position": pa.array(position, pa.int32()),
+        "line": pa.array(line, pa.int64()),
+        "split_code": pa.array(split, pa.int8()),
+    }
+    _write(pairs_file(spill_dir, index), places | batch.arrays())
+
+
+def write_left_out(spill_dir: Path, index: int, rows: Sequence[LeftOut]) -> None:
+    """Put the left-out rows of a chunk aside."""
+    position, line, reason, detail, raw = zip(*rows, strict=True)
+    columns = {
+        "position": pa.array(position, pa.int32()),
+        "line": pa.array(line, pa.int64()),
+        "reason": pa.array(reason, pa.string()),
+        "detail": pa.array([_printable(text) for text in detail], pa.string()),
+        RAW: pa.array(raw, pa.large_binary()),
+    }
+    _write(left_out_file(spill_dir, index), columns)
+
+
+def _printable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _write(path: Path, columns: Mapping[str, pa.Array]) -> None:
+    batch = pa.record_batch(list(columns.values()), names=list(columns))
+    options = ipc.IpcWriteOptions(compression=_COMPRESSION, use_threads=False)
+    with ipc.new_file(str(path), batch.schema, options=options) as writer:
+        writer.write_batch(batch)
+
+
+def read_spill(path: Path) -> pa.Table:
+    """Return what was put aside."""
+    with pa.memory_map(str(path)) as mapped:
+        options = ipc.IpcReadOptions(use_threads=False)
+        return ipc.open_file(mapped, options=options).read_all()
+
+
+def keep_payload(spill_dir: Path, index: int, payload: Payload) -> None:
+    """Put the text of a chunk aside, unless the source can be read again from where it starts."""
+    if isinstance(payload, Block | Rows):
+        text = pickle.dumps(payload, pickle.HIGHEST_PROTOCOL)
+        packed = pa.compress(text, codec=_COMPRESSION, asbytes=True)
+        head = len(text).to_bytes(8, "little")
+        payload_file(spill_dir, index).write_bytes(head + packed)
+
+
+def raw_rows(
+    spill_dir: Path, index: int, file: InputFile, payload: Payload | None
+) -> dict[int, bytes]:
+    """Return the rows of a chunk as they were read, by position.
+
+    Args:
+        payload: where they are in the source; None when their text was put aside.
+    """
+    if payload is None:
+        packed = payload_file(spill_dir, index).read_bytes()
+        size = int.from_bytes(packed[:8], "little")
+        payload = pickle.loads(pa.decompress(packed[8:], size, codec=_COMPRESSION, asbytes=True))
+    rows = LineReader(file, payload).rows()
+    return {position: raw_bytes(raw) for position, (_, raw) in enumerate(rows)}
