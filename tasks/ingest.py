@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -91,19 +91,21 @@ class _Parsed:
     """All rows of all sources, put aside.
 
     Args:
-        left_out, rows_of: left-out and all rows by file.
-        token_schema: fingerprint of the renderer of the token columns.
+        rows_of, left_out_of, lines_of: all rows, left-out rows and lines by file.
     """
 
-    pairs: KeyFiles
-    groups: KeyFiles
-    roots: KeyFiles
+    scratch: Path
     places: list[Place] = field(default_factory=list)
     rows: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     rows_of: Counter[int] = field(default_factory=Counter)
     left_out_of: Counter[int] = field(default_factory=Counter)
     lines_of: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.pairs, self.groups, self.roots = (
+            KeyFiles(self.scratch, name) for name in ("pair", "group", "root")
+        )
 
     def add(self, result: ChunkResult) -> Place:
         """Take the next chunk."""
@@ -209,7 +211,7 @@ def _parse(log: RunLog, cfg: IngestConfig, files: Sequence[InputFile], scratch: 
     sizes = [size_of(file) for file in files]
     total = sum(sizes)
     progress = _Progress(log, total)
-    parsed = _Parsed(*(KeyFiles(scratch, name) for name in ("pair", "group", "root")))
+    parsed = _Parsed(scratch)
     jobs = cut_into_jobs(files, scratch)
     for result in parse_chunks(jobs, _options(cfg), _worker_count(cfg, total)):
         place = parsed.add(result)
@@ -255,7 +257,7 @@ def _decide(
     return assembly, count_shared(parsed.roots, leaks if drops_leaks else None)
 
 
-def _schema(cfg: IngestConfig):  # type: ignore[no-untyped-def]
+def _schema(cfg: IngestConfig) -> Any:
     if cfg.tokens is None:
         return PAIR_SCHEMA
     from tasks.data.pair_tokens import load_renderer

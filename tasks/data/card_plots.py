@@ -39,9 +39,7 @@ def _draw_lengths(axes: Any, summary: Summary) -> None:
         # A logarithmic axis has no place for 0.
         values = np.maximum(np.fromiter(counts.keys(), float, len(counts)), 1)
         weights = np.fromiter(counts.values(), float, len(counts))
-        axes.hist(
-            values, edges, weights=weights, histtype="step", color=_COLOURS[name], label=name
-        )
+        axes.hist(values, edges, weights=weights, histtype="step", color=_COLOURS[name], label=name)
     axes.set_xscale("log")
     axes.set_xlabel("characters")
     axes.set_ylabel("pairs")

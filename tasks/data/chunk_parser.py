@@ -6,8 +6,9 @@ and the options alone.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -25,15 +26,17 @@ from tasks.data.chunk_jobs import (
 from tasks.data.hh import ID_DIGITS, Refusal, split_shared
 from tasks.data.keys import (
     SPLITS,
-    group_digest,
+    has_control,
     is_taken,
     normalized,
+    normalized_prompt,
     pair_digest,
     prompt_id_of,
     split_of,
     unordered_key,
 )
-from tasks.data.rows import Judge, Row, check_characters, decode_object, read_row, storable
+from tasks.data.row_numbers import Judge
+from tasks.data.rows import Row, check_characters, decode_object, read_row, storable
 from tasks.data.spill import LeftOut, PairBatch, keep_payload, write_left_out, write_pairs
 from tasks.quarantine import QuarantineReason
 
@@ -46,8 +49,9 @@ class ChunkParser:
 
     def __init__(self, options: ParseOptions) -> None:
         self._options = options
-        self._has_limits = bool(options.max_prompt_chars or options.max_response_chars)
         self._renderer = _load_renderer(options)
+        has_limits = bool(options.max_prompt_chars or options.max_response_chars)
+        self._is_strict = has_limits or self._renderer is not None
 
     def parse(self, job: ParseJob) -> ChunkResult:
         """Parse one chunk and write its spill files.
@@ -64,13 +68,12 @@ class ChunkParser:
 
     def _parse_row(self, chunk: _Chunk, line: int, raw: Any) -> None:
         try:
-            if isinstance(raw, bytes):
-                row = self._row_of_line(chunk, raw)
-                is_suspect = _may_have_controls(raw)
-            else:
-                row = self._row_of(chunk, raw)
-                is_suspect = True
-            self._accept(chunk, line, row, is_suspect)
+            row = (
+                self._row_of(chunk, raw)
+                if not isinstance(raw, bytes)
+                else (self._row_of_line(chunk, raw))
+            )
+            self._accept(chunk, line, row)
         except Refusal as refusal:
             chunk.refuse(line, raw, refusal, self._options.actions[refusal.reason.value])
 
@@ -103,23 +106,41 @@ class ChunkParser:
             found.subset = storable(column, row[column])
         return found
 
-    def _accept(self, chunk: _Chunk, line: int, row: Row, is_suspect: bool) -> None:
-        roles = row.roles
-        n = len(roles)
-        alternating = n % 2 == 1 and n < len(_ALTERNATING) and roles == _ALTERNATING[n]
-        if not alternating:
-            alternating = row.alternating
+    def _accept(self, chunk: _Chunk, line: int, row: Row) -> None:
+        """Check a row that has two responses, and add it."""
+        keys = self._keys_of(row)
+        n = len(row.roles)
+        alternating = n % 2 == 1 and n < len(_ALTERNATING) and row.roles == _ALTERNATING[n]
+        alternating = alternating or row.alternating
         tokens = None
-        if not alternating or is_suspect or self._has_limits or self._renderer is not None:
+        if not alternating or keys.has_controls or self._is_strict:
             judge = Judge(self._options.actions)
             judge.flags = row.flags
             if not alternating:
                 detail = "two turns in a row have the same role"
                 judge.find(QuarantineReason.NON_ALTERNATING, detail)
-            if is_suspect:
+            if keys.has_controls:
                 check_characters(row, judge)
             tokens = self._check_lengths(row, judge)
-        self._add(chunk, line, row, alternating, tokens)
+        self._add(chunk, line, row, keys, (alternating, tokens))
+
+    def _keys_of(self, row: Row) -> _Keys:
+        """Return what the row is compared by."""
+        prompt_id = prompt_id_of(row.roles, row.contents)
+        exact = pair_digest(prompt_id, row.chosen, row.rejected)
+        prompt, root, has_controls = normalized_prompt(row.roles, row.contents)
+        first, second = normalized(row.chosen), normalized(row.rejected)
+        has_controls = has_controls or has_control(first) or has_control(second)
+        root_digest = hashlib.sha256(root).digest()
+        group = root_digest
+        if self._options.group_by != "conversation":
+            group = hashlib.sha256(prompt).digest()
+        if not self._options.normalize:
+            prompt = prompt_id.encode()
+            first, second = row.chosen.encode(), row.rejected.encode()
+        direction = first < second if first != second else row.chosen < row.rejected
+        pair = unordered_key(prompt, first, second) + exact[:8]
+        return _Keys(prompt_id, exact, pair, group, root_digest, direction, has_controls)
 
     def _check_lengths(self, row: Row, judge: Judge) -> tuple[Any, Any, Any] | None:
         limit = self._options.max_response_chars
@@ -150,46 +171,32 @@ class ChunkParser:
         return found
 
     def _add(
-        self, chunk: _Chunk, line: int, row: Row, alternating: bool, tokens: Any
+        self, chunk: _Chunk, line: int, row: Row, keys: _Keys, found: tuple[bool, Any]
     ) -> None:
-        options = self._options
-        roles, contents, chosen, rejected = row.roles, row.contents, row.chosen, row.rejected
-        prompt_id = prompt_id_of(roles, contents)
-        exact = pair_digest(prompt_id, chosen, rejected)
-        prompt_key = normalized("\x00".join([*roles, *contents]))
-        root = group_digest(normalized(_first_user_turn(roles, contents)))
-        group = root if options.group_by == "conversation" else group_digest(prompt_key)
-        group_id = group.hex()[:ID_DIGITS]
         file = chunk.job.file
-        if file.weight < 1.0 and not is_taken(group_id, options.seed, file.weight):
+        group_id = keys.group.hex()[:ID_DIGITS]
+        if file.weight < 1.0 and not is_taken(group_id, self._options.seed, file.weight):
             detail = f"not in the sample of {file.weight:g} of source {file.source}"
             raise Refusal(QuarantineReason.NOT_SAMPLED, detail)
         split = self._split_of(file.split, group_id)
-        if options.normalize:
-            first, second = normalized(chosen), normalized(rejected)
-        else:
-            prompt_key, first, second = prompt_id.encode(), chosen.encode(), rejected.encode()
-        direction = first < second if first != second else chosen < rejected
-        chunk.keys.append(unordered_key(prompt_key, first, second) + exact[:8])
-        chunk.groups.append(group[:16] + root[:16])
-        chunk.codes.append((chunk.position, line, direction, split))
-        chunk.batch.add(
-            (
-                exact.hex()[:ID_DIGITS],
-                prompt_id,
-                group_id,
-                row.subset or file.subset,
-                chosen,
-                rejected,
-                len(roles) + 1,
-                sum(map(len, contents)),
-                len(chosen),
-                len(rejected),
-                alternating,
-            ),
-            row,
-            tokens,
+        chunk.keys.append(keys.pair)
+        chunk.groups.append(keys.group[:16] + keys.root[:16])
+        chunk.codes.append((chunk.position, line, keys.direction, split))
+        alternating, tokens = found
+        plain = (
+            keys.exact.hex()[:ID_DIGITS],
+            keys.prompt_id,
+            group_id,
+            row.subset or file.subset,
+            row.chosen,
+            row.rejected,
+            len(row.roles) + 1,
+            sum(map(len, row.contents)),
+            len(row.chosen),
+            len(row.rejected),
+            alternating,
         )
+        chunk.batch.add(plain, row, tokens)
 
     def _split_of(self, file_split: str | None, group_id: str) -> int:
         options = self._options
@@ -200,6 +207,24 @@ class ChunkParser:
         else:
             name = file_split
         return _SPLIT_CODES[name]
+
+
+class _Keys(NamedTuple):
+    """What a row is compared by.
+
+    Args:
+        pair: 16 bytes for both labels of the pair, 8 for its exact text.
+        group, root: digests of what stays in one split, and of the first user turn.
+        direction: which of the two labels it is.
+    """
+
+    prompt_id: str
+    exact: bytes
+    pair: bytes
+    group: bytes
+    root: bytes
+    direction: bool
+    has_controls: bool
 
 
 class _Chunk:
@@ -263,19 +288,6 @@ def _fill(records: np.ndarray[Any, Any], names: tuple[str, ...], digests: list[b
     values = np.frombuffer(b"".join(digests), "<u8").reshape(-1, len(names))
     for column, name in enumerate(names):
         records[name] = values[:, column]
-
-
-def _may_have_controls(raw: bytes) -> bool:
-    # In JSON a control character is written as an escape; DEL may stand as it is.
-    return b"\\u00" in raw or b"\\b" in raw or b"\\f" in raw or b"\x7f" in raw
-
-
-def _first_user_turn(roles: list[str], contents: list[str]) -> str:
-    """Return what the user said first: conversations that extend one another share it."""
-    for role, content in zip(roles, contents, strict=True):
-        if role == "user":
-            return content
-    return contents[0] if contents else ""
 
 
 def _load_renderer(options: ParseOptions) -> Any:

@@ -80,9 +80,7 @@ class KeyFiles:
         for path in self._paths:
             if path.is_file():
                 records = np.fromfile(path, KEY_RECORD)
-                yield records[
-                    np.lexsort((records["row"], records[self._low], records[self._high]))
-                ]
+                yield records[np.lexsort((records["row"], records[self._low], records[self._high]))]
 
     def is_new_key(self, records: Array) -> Array:
         """Return for sorted records whether the key is another one than the row before has."""

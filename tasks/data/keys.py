@@ -10,9 +10,13 @@ from tasks.data.hh import ID_DIGITS
 from tasks.errors import ConfigError
 
 SPLITS: Final = ("train", "validation", "test")
-_WHITE: Final = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
-_LOWER: Final = bytes.maketrans(
-    b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", b"abcdefghijklmnopqrstuvwxyz"
+_WHITE: Final = b" \t\n\r"
+_CONTROLS: Final = bytes(code for code in [*range(32), 127] if code not in b"\t\n\r\x01")
+_SEPARATOR: Final = "\x01"
+# Lower case, and NUL for all control characters but the separator.
+_FOLDED: Final = bytes.maketrans(
+    _CONTROLS + b"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+    b"\x00" * len(_CONTROLS) + b"abcdefghijklmnopqrstuvwxyz",
 )
 _ROLE_PARTS: Final = {role: f"{len(role)}:{role}" for role in ("system", "user", "assistant")}
 
@@ -20,11 +24,32 @@ _ROLE_PARTS: Final = {role: f"{len(role)}:{role}" for role in ("system", "user",
 def normalized(text: str) -> bytes:
     """Return a text in NFKC, case-folded, without ASCII white space.
 
-    NFKC makes the other spaces ASCII ones; line separators such as U+2028 stay.
+    NFKC makes the other spaces ASCII ones; line separators such as U+2028 stay. Control characters
+    count as one and the same.
     """
-    if text.isascii():
-        return text.encode().translate(_LOWER, _WHITE)
-    return unicodedata.normalize("NFKC", text).casefold().encode().translate(None, _WHITE)
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text).casefold()
+    return text.encode().translate(_FOLDED, _WHITE)
+
+
+def normalized_prompt(roles: list[str], contents: list[str]) -> tuple[bytes, bytes, bool]:
+    """Return the normalized turns, the normalized first user turn, and whether to look closer.
+
+    Conversations that extend one another share their first user turn. A closer look is due when
+    there may be control characters.
+    """
+    key = normalized(_SEPARATOR.join([*roles, *contents]))
+    n = len(roles)
+    has_controls = b"\x00" in key or key.count(b"\x01") != 2 * n - 1
+    if n and not has_controls and roles[0] == "user":
+        return key, key.split(b"\x01", n + 1)[n], False
+    spoken = [text for role, text in zip(roles, contents, strict=True) if role == "user"]
+    return key, normalized((spoken or contents or [""])[0]), has_controls
+
+
+def has_control(folded: bytes) -> bool:
+    """Tell whether a normalized text came from one with control characters."""
+    return b"\x00" in folded or b"\x01" in folded
 
 
 def prompt_id_of(roles: list[str], contents: list[str]) -> str:
@@ -38,9 +63,7 @@ def prompt_id_of(roles: list[str], contents: list[str]) -> str:
 
 def pair_digest(prompt_id: str, chosen: str, rejected: str) -> bytes:
     """Return the SHA-256 whose head is what `tasks.data.hh.make_pair_id` returns."""
-    text = (
-        f"{len(prompt_id)}:{prompt_id}{len(chosen)}:{chosen}{len(rejected)}:{rejected}"
-    )
+    text = f"{len(prompt_id)}:{prompt_id}{len(chosen)}:{chosen}{len(rejected)}:{rejected}"
     return hashlib.sha256(text.encode()).digest()
 
 
@@ -49,11 +72,6 @@ def unordered_key(prompt: bytes, first: bytes, second: bytes) -> bytes:
     low, high = (first, second) if first <= second else (second, first)
     head = b"%d:%d:" % (len(prompt), len(low))
     return hashlib.blake2b(head + prompt + low + high, digest_size=16).digest()
-
-
-def group_digest(text: bytes) -> bytes:
-    """Return the SHA-256 of what keeps rows together."""
-    return hashlib.sha256(text).digest()
 
 
 def is_taken(group_id: str, seed: int, weight: float) -> bool:

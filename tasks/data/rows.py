@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,41 +20,24 @@ from tasks.data.hh import (
     orient_scored,
     parse_transcript,
 )
-from tasks.quarantine import Action, QuarantineReason, default_actions
+from tasks.data.row_numbers import (
+    SIDES,
+    Judge,
+    Scores,
+    as_logged,
+    as_scores,
+    is_finite_number,
+    logged_of,
+    margin_of,
+    scores_of,
+)
+from tasks.quarantine import QuarantineReason, default_actions
 
-SIDES: Final = ("chosen", "rejected")
 _SPEAKERS: Final = ("system", "user", "assistant")
-_LEAST_LOGPROB: Final = -1e9
-_LARGEST_SCORE: Final = 1e9
 # Line ends and tabs are text; the rest breaks terminals, tokenizers and C strings.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 Turns = tuple[Message, ...]
-Scores = tuple[float, float]
-
-
-class Judge:
-    """Decides about what is wrong with one row.
-
-    Args:
-        actions: what is done about each reason.
-        flags: reasons that the row is kept in spite of.
-    """
-
-    def __init__(self, actions: Mapping[str, Action]) -> None:
-        self.actions = actions
-        self.flags: list[str] = []
-
-    def find(self, reason: QuarantineReason, detail: str) -> None:
-        """Object to the row: note the reason, or refuse the row.
-
-        Raises:
-            Refusal: the reason is not one to keep rows in spite of.
-        """
-        if self.actions[reason.value] != "keep":
-            raise Refusal(reason, detail)
-        if reason.value not in self.flags:
-            self.flags.append(reason.value)
 
 
 @dataclass(slots=True)
@@ -162,7 +144,7 @@ def detect_form(row: Mapping[str, Any]) -> str:
 
 def _read_hh(row: Mapping[str, Any], judge: Judge) -> Row:
     texts = [storable(side, _field(row, side)) for side in SIDES]
-    scores, margin, logged = _scores_of(row, judge), _margin_of(row), _logged_of(row)
+    scores, margin, logged = scores_of(row, judge), margin_of(row), logged_of(row)
     return _finish([_transcript(s, t, judge) for s, t in zip(SIDES, texts, strict=True)], judge)(
         scores, margin, logged
     )
@@ -181,13 +163,13 @@ def _read_scored(row: Mapping[str, Any], judge: Judge) -> Row:
         oriented = (checked[0], checked[1])
     is_swapped = scores[0] < scores[1]
     ordered = scores[::-1] if is_swapped else scores
-    rated = _as_scores(ordered)
+    rated = as_scores(ordered)
     logged = row.get("logprob", [None, None])
     if not isinstance(logged, list) or len(logged) != 2:
         raise Refusal(QuarantineReason.WRONG_TYPE, "'logprob' must be a list of two numbers")
     turns = [_transcript(s, t, judge) for s, t in zip(SIDES, oriented, strict=True)]
     return _finish(turns, judge)(
-        rated, rated[0] - rated[1], _as_logged(logged[::-1] if is_swapped else logged)
+        rated, rated[0] - rated[1], as_logged(logged[::-1] if is_swapped else logged)
     )
 
 
@@ -200,14 +182,14 @@ def _read_prompt(row: Mapping[str, Any], judge: Judge) -> Row:
         return _read_hh(row, judge)
     prompt = _prompt_turns(row["prompt"], judge)
     answers = [_answer(side, row[side]) for side in SIDES]
-    scores, margin, logged = _scores_of(row, judge), _margin_of(row), _logged_of(row)
+    scores, margin, logged = scores_of(row, judge), margin_of(row), logged_of(row)
     turns = [(*prompt, Message("assistant", answer)) for answer in answers]
     return _finish(turns, judge)(scores, margin, logged)
 
 
 def _read_messages(row: Mapping[str, Any], judge: Judge) -> Row:
     turns = [_messages(side, _field(row, side)) for side in SIDES]
-    scores, margin, logged = _scores_of(row, judge), _margin_of(row), _logged_of(row)
+    scores, margin, logged = scores_of(row, judge), margin_of(row), logged_of(row)
     for side, found in zip(SIDES, turns, strict=True):
         _check_order(side, found, judge)
     return _finish(turns, judge)(scores, margin, logged)
@@ -383,57 +365,6 @@ def _at_first_difference(chosen: Turns, rejected: Turns, judge: Judge) -> tuple[
     if not same or any(len(h) <= same or h[same].role != "assistant" for h in heads):
         raise Refusal(QuarantineReason.PROMPT_MISMATCH, detail)
     return heads
-
-
-def _scores_of(row: Mapping[str, Any], judge: Judge) -> Scores | None:
-    values = [row.get(f"score_{side}") for side in SIDES]
-    if values == [None, None]:
-        return None
-    chosen, rejected = _as_scores(values)
-    if chosen == rejected:
-        judge.find(QuarantineReason.TIE, f"both responses score {chosen:g}")
-    if chosen < rejected:
-        detail = f"chosen scores {chosen:g}, rejected {rejected:g}"
-        judge.find(QuarantineReason.SCORES_CONTRADICT_LABEL, detail)
-    return chosen, rejected
-
-
-def _as_scores(values: Sequence[Any]) -> Scores:
-    if not all(is_finite_number(v) and abs(v) <= _LARGEST_SCORE for v in values):
-        raise Refusal(QuarantineReason.WRONG_TYPE, "scores must be two numbers up to 1e9")
-    return float(values[0]), float(values[1])
-
-
-def _margin_of(row: Mapping[str, Any]) -> float | None:
-    """Return what the row calls its margin, or the difference of its scores."""
-    value = row.get("margin")
-    if value is None:
-        scores = [row.get(f"score_{side}") for side in SIDES]
-        return None if None in scores else abs(float(scores[0]) - float(scores[1]))  # type: ignore[arg-type]
-    if not is_finite_number(value) or not 0 <= value <= _LARGEST_SCORE:
-        raise Refusal(QuarantineReason.WRONG_TYPE, "'margin' must be a number from 0 to 1e9")
-    return float(value)
-
-
-def _logged_of(row: Mapping[str, Any]) -> Scores | None:
-    return _as_logged([row.get(f"{side}_logprob") for side in SIDES])
-
-
-def _as_logged(values: Sequence[Any]) -> Scores | None:
-    if list(values) == [None, None]:
-        return None
-    for side, value in zip(SIDES, values, strict=True):
-        if not is_finite_number(value) or not _LEAST_LOGPROB <= value <= 0:
-            detail = f"the log-probability of {side} is not a number of nats up to 0"
-            raise Refusal(QuarantineReason.WRONG_TYPE, detail)
-    return float(values[0]), float(values[1])
-
-
-def is_finite_number(value: Any) -> bool:
-    """Tell whether a JSON value is a number, and a finite one."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_characters(row: Row, judge: Judge) -> None:
