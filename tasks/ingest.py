@@ -22,7 +22,7 @@ from tasks.data.assembly import Assembly, Place, must_not_be
 from tasks.data.card import render_card
 from tasks.data.chunk_jobs import ChunkResult, InputFile, ParseOptions
 from tasks.data.chunk_pool import parse_chunks
-from tasks.data.chunk_sources import cut_into_jobs, size_of
+from tasks.data.chunk_sources import check_file, cut_into_jobs, size_of
 from tasks.data.decisions import DecisionFile, KeyFiles, count_shared, find_leaks, find_repeated
 from tasks.data.inputs import check_same_columns
 from tasks.data.keys import SPLITS
@@ -63,6 +63,8 @@ def ingest_pairs(
         ClusterError: a parsing process ended.
     """
     _check_shares(cfg)
+    for file in files:
+        check_file(file)
     check_same_columns(files)
     with _scratch_dir(ctx) as scratch:
         parsed = _parse(ctx.log, cfg, files, scratch)

@@ -83,7 +83,7 @@ class ChunkParser:
         except orjson.JSONDecodeError:
             # The standard library's parser takes more (NaN, huge integers) and says what is wrong.
             row = decode_object(raw)
-        if len(row) == 2 and chunk.form in ("auto", "hh") and isinstance(row, dict):
+        if chunk.may_be_plain and isinstance(row, dict) and len(row) == 2:
             chosen, rejected = row.get("chosen"), row.get("rejected")
             if isinstance(chosen, str) and isinstance(rejected, str):
                 shared = split_shared(chosen, rejected)
@@ -134,7 +134,7 @@ class ChunkParser:
         root_digest = hashlib.sha256(root).digest()
         group = root_digest
         if self._options.group_by != "conversation":
-            group = hashlib.sha256(prompt).digest()
+            group = bytes.fromhex(prompt_id).ljust(16, b"\0")
         if not self._options.normalize:
             prompt = prompt_id.encode()
             first, second = row.chosen.encode(), row.rejected.encode()
@@ -233,6 +233,7 @@ class _Chunk:
     def __init__(self, job: ParseJob) -> None:
         self.job = job
         self.form = job.file.form
+        self.may_be_plain = self.form in ("auto", "hh") and job.file.subset_column is None
         self.position = 0
         self.keys: list[bytes] = []
         self.groups: list[bytes] = []

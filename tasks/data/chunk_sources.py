@@ -61,6 +61,8 @@ def check_file(file: InputFile) -> None:
     Raises:
         MissingInputError, DataError: it is not.
     """
+    if file.hub is not None:
+        return
     path = Path(file.path)
     check_source(path)
     try:

@@ -29,24 +29,29 @@ def fold_of(prompt_id: str, n_folds: int) -> int:
 
 
 def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
-    """Return the Parquet row of a pair."""
+    """Return the Parquet row of a pair that is a group of its own."""
     return {
         "pair_id": pair.pair_id,
         "prompt_id": pair.prompt_id,
+        "group_id": pair.prompt_id,
         "split": split,
+        "source": pair.subset,
         "subset": pair.subset,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in pair.prompt],
         "chosen": pair.chosen,
         "rejected": pair.rejected,
         "n_turns": pair.n_turns,
+        "prompt_chars": sum(len(turn.content) for turn in pair.prompt),
         "chosen_chars": len(pair.chosen),
         "rejected_chars": len(pair.rejected),
         "alternating": pair.alternating,
+        "flags": [],
         "chosen_logprob": pair.logged[0] if pair.logged else None,
         "rejected_logprob": pair.logged[1] if pair.logged else None,
         "margin": pair.margin,
         "source_file": pair.source_file,
         "source_line": pair.source_line,
+        "row_number": pair.source_line,
     }
 
 

@@ -63,7 +63,7 @@ class DistinctCounter:
             if path.is_file():
                 ids = np.fromfile(path, "<u8").reshape(-1, 2)
                 ids = ids[np.lexsort((ids[:, 0], ids[:, 1]))]
-                total += 1 + int(np.any(ids[1:] != ids[:-1], axis=1).sum())
+                total += bool(len(ids)) + int(np.any(ids[1:] != ids[:-1], axis=1).sum())
         return total
 
     def _flush(self) -> None:

@@ -1,0 +1,79 @@
+"""Identities of texts."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.data.hh import ID_DIGITS, Message, make_pair_id, make_prompt_id
+from tasks.data.keys import (
+    has_control,
+    is_taken,
+    normalized,
+    normalized_prompt,
+    pair_digest,
+    prompt_id_of,
+    unordered_key,
+)
+
+texts = st.text(max_size=12)
+turns = st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), texts), max_size=4)
+
+
+@given(turns, texts, texts)
+def test_fast_ids_are_the_ids(spoken: list[tuple[str, str]], chosen: str, rejected: str) -> None:
+    prompt_id = make_prompt_id([Message(*turn) for turn in spoken])
+    assert prompt_id_of([r for r, _ in spoken], [c for _, c in spoken]) == prompt_id
+    found = pair_digest(prompt_id, chosen, rejected).hex()[:ID_DIGITS]
+    assert found == make_pair_id(prompt_id, chosen, rejected)
+
+
+def test_case_and_white_space_do_not_count() -> None:
+    assert normalized(" Straße\t\n 1") == normalized("STRASSE\xa01") == b"strasse1"
+    # The long s and the ligature are letters of another form in NFKC.
+    assert normalized("\ufb01\u017fh") == normalized("FISH")
+    assert normalized("a.b") != normalized("ab")
+
+
+@given(texts)
+def test_ascii_is_no_special_case(text: str) -> None:
+    other = "é"
+    assert normalized(text + other).startswith(normalized(text)) or not text.isascii()
+
+
+@given(texts, texts, texts)
+def test_the_label_does_not_change_the_key(prompt: str, one: str, other: str) -> None:
+    p, a, b = (normalized(text) for text in (prompt, one, other))
+    assert unordered_key(p, a, b) == unordered_key(p, b, a)
+
+
+def test_text_at_a_border_belongs_to_its_side() -> None:
+    keys = {unordered_key(b"ab", b"c", b"d"), unordered_key(b"a", b"bc", b"d"),
+            unordered_key(b"a", b"b", b"cd")}  # fmt: skip
+    assert len(keys) == 3
+
+
+def test_root_is_the_first_user_turn() -> None:
+    one = normalized_prompt(["user"], ["Hi there"])
+    more = normalized_prompt(["user", "assistant", "user"], ["hi  there", "yes", "more"])
+    led = normalized_prompt(["system", "user"], ["be kind", "Hi there"])
+    assert one[1] == more[1] == led[1] == b"hithere"
+    assert len({one[0], more[0], led[0]}) == 3
+
+
+def test_control_characters_ask_for_a_closer_look() -> None:
+    for text in ("a\x00", "a\x01b", "\x7f", "\x1b[0m", "é\x07"):
+        assert normalized_prompt(["user"], [text])[2]
+        assert has_control(normalized(text))
+    assert not normalized_prompt(["user"], ["a\tb\r\n\u2028é"])[2]
+    assert not has_control(normalized("a\tb\n"))
+
+
+def test_samples_grow_with_the_weight() -> None:
+    groups = [str(number) for number in range(2000)]
+    small = {group for group in groups if is_taken(group, 0, 0.3)}
+    large = {group for group in groups if is_taken(group, 0, 0.6)}
+    # Binomial means 600 and 1200, deviations sqrt(2000 * 0.3 * 0.7) = 20.5 and 21.9.
+    assert abs(len(small) - 600) < 105 and abs(len(large) - 1200) < 110
+    assert small < large
+    assert all(is_taken(group, 0, 1.0) for group in groups)
