@@ -189,7 +189,7 @@ def export_command(
         str, typer.Argument(help="A dataset: a path, `runs:/<id>`, or `latest`.")
     ] = "latest",
     to: Annotated[
-        str, typer.Option(help="`verl`, `trl` or `jsonl`: whose loaders take the files as they are.")
+        str, typer.Option(help="`verl`, `trl` or `jsonl`: whose loaders take the files.")
     ] = "jsonl",
     output: Annotated[
         Path | None, typer.Option(help="A new directory; default: ./preferences-TO.")

@@ -55,13 +55,12 @@ def _find_paths(source: SourceConfig) -> tuple[Path | None, list[Path]]:
     given = Path(source.path).expanduser()
     if given.is_dir():
         root = given.absolute()
-        found = [p for p in root.rglob("*") if p.is_file() and p.name.endswith(SUFFIXES)]
-        # Caches and unfinished downloads are no part of a data set.
-        found = [p for p in found if not any(x.startswith(".") for x in p.relative_to(root).parts)]
+        found = _files_in(root)
     elif glob.has_magic(source.path) and not given.exists():
         root = _fixed_part(given.absolute())
-        found = [Path(p) for p in glob.glob(str(given.absolute()), recursive=True)]
-        found = [path for path in found if path.is_file()]
+        matches = [Path(p) for p in glob.glob(str(given.absolute()), recursive=True)]
+        inside = [path for match in matches if match.is_dir() for path in _files_in(match)]
+        found = list({*inside, *(path for path in matches if path.is_file())})
     elif given.is_file():
         return None, [given.absolute()]
     else:
@@ -69,6 +68,12 @@ def _find_paths(source: SourceConfig) -> tuple[Path | None, list[Path]]:
     if not found:
         raise _missing(source, f"no {', '.join(SUFFIXES)} file in {given.absolute()}")
     return root, sorted(found)
+
+
+def _files_in(root: Path) -> list[Path]:
+    """Return the files of a directory and those below, without caches and unfinished downloads."""
+    paths = [path for path in root.rglob("*") if path.name.endswith(SUFFIXES) and path.is_file()]
+    return [p for p in paths if not any(x.startswith(".") for x in p.relative_to(root).parts)]
 
 
 def _missing(source: SourceConfig, found: str) -> MissingInputError:
