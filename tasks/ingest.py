@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -323,6 +325,8 @@ def _unusable(  # noqa: PLR0913
 def _write(
     ctx: StageContext, parsed: _Parsed, assembly: Assembly, directory: Path, summary: Summary
 ) -> None:
+    # It takes as long to import as some thousands of rows take to write, and can be done beside.
+    threading.Thread(target=import_module, args=["tasks.data.card_plots"], daemon=True).start()
     total = sum(size_of(file) for file in assembly.files)
     progress = _Progress(ctx.log, total)
     for rows in assembly.write(directory, summary):

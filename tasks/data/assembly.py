@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from tasks.errors import DataError
 from tasks.quarantine import Action, QuarantineReason
 
 _READ_AHEAD: Final = 3
+_WRITE_BEHIND: Final = 8
 _READERS: Final = 2
 
 Entry = dict[str, Any]
@@ -47,6 +48,25 @@ class Place:
     n_pairs: int
     n_left_out: int
     payload: Span | RowGroup | None = None
+
+
+class _Background:
+    """Calls in another thread, a few of them waiting; what they raise comes out here."""
+
+    def __init__(self, pool: ThreadPoolExecutor) -> None:
+        self._pool = pool
+        self._waiting: deque[Future[None]] = deque()
+
+    def call(self, function: Callable[[pa.Table], None], table: pa.Table) -> None:
+        """Call a function of a table when the calls before are done."""
+        self._waiting.append(self._pool.submit(function, table))
+        while len(self._waiting) > _WRITE_BEHIND:
+            self._waiting.popleft().result()
+
+    def finish(self) -> None:
+        """Wait for all calls."""
+        while self._waiting:
+            self._waiting.popleft().result()
 
 
 @dataclass
@@ -100,15 +120,19 @@ class Assembly:
                     sorted_by="row_number",
                 )
             )
+            # One thread writes, in order, while this one counts and others read.
+            background = _Background(stack.enter_context(ThreadPoolExecutor(1)))
             for place, chunk in zip(self.places, self._prepared(), strict=True):
                 for name, pairs in chunk.pairs.items():
-                    writers[name].write(pairs)
+                    background.call(writers[name].write, pairs)
                     summary.add_pairs(name, pairs)
                 if chunk.left_out:
-                    quarantine.write(to_table(chunk.left_out, QUARANTINE_SCHEMA))
+                    table = to_table(chunk.left_out, QUARANTINE_SCHEMA)
+                    background.call(quarantine.write, table)
                 for entry in chunk.left_out:
                     summary.add_left_out(entry)
                 yield place.first_row + place.n_rows
+            background.finish()
 
     def _prepared(self) -> Iterator[Prepared]:
         """Yield the chunks in order, a few of them read ahead by threads."""

@@ -19,10 +19,12 @@ _DPI: Final = 100
 
 def draw_plots(summary: Summary, directory: Path) -> list[Path]:
     """Write ``lengths.png`` and ``rows.png``; return them."""
-    lengths = Figure(figsize=(7, 4), layout="constrained")
+    lengths = Figure(figsize=(7, 4))
     _draw_lengths(lengths.subplots(), summary)
-    rows = Figure(figsize=(9, 4), layout="constrained")
+    lengths.subplots_adjust(bottom=0.14, right=0.98)
+    rows = Figure(figsize=(11, 4))
     left, right = rows.subplots(1, 2)
+    rows.subplots_adjust(left=0.12, right=0.98, bottom=0.14, wspace=0.45)
     _draw_subsets(left, summary)
     _draw_reasons(right, summary)
     files = []

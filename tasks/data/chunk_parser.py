@@ -15,24 +15,30 @@ import orjson
 
 from tasks.data.chunk_jobs import (
     KEY_RECORD,
+    Block,
     ChunkResult,
     LineReader,
     ParseJob,
     ParseOptions,
     RowGroup,
+    Rows,
     Span,
     raw_bytes,
 )
 from tasks.data.hh import ID_DIGITS, Refusal, split_shared
 from tasks.data.keys import (
+    LONGEST_ALTERNATING_TURNS,
     SPLITS,
+    alternating_prompt_id,
+    first_user_turn,
     has_control,
     is_taken,
     normalized,
-    normalized_prompt,
     pair_digest,
     prompt_id_of,
+    prompt_key_of,
     split_of,
+    transcript_of,
     unordered_key,
 )
 from tasks.data.row_numbers import Judge
@@ -40,7 +46,9 @@ from tasks.data.rows import Row, check_characters, decode_object, read_row, stor
 from tasks.data.spill import LeftOut, PairBatch, keep_payload, write_left_out, write_pairs
 from tasks.quarantine import QuarantineReason
 
-_ALTERNATING: Final = [["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(200)]
+_ALTERNATING: Final = [
+    ["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(LONGEST_ALTERNATING_TURNS)
+]
 _SPLIT_CODES: Final = {name: code for code, name in enumerate(SPLITS)}
 
 
@@ -52,6 +60,8 @@ class ChunkParser:
         self._renderer = _load_renderer(options)
         has_limits = bool(options.max_prompt_chars or options.max_response_chars)
         self._is_strict = has_limits or self._renderer is not None
+        by_conversation = options.group_by == "conversation"
+        self._is_usual = not self._is_strict and options.normalize and by_conversation
 
     def parse(self, job: ParseJob) -> ChunkResult:
         """Parse one chunk and write its spill files.
@@ -61,10 +71,51 @@ class ChunkParser:
         """
         reader = LineReader(job.file, job.payload)
         chunk = _Chunk(job)
+        is_plain = self._is_usual and chunk.may_be_plain
         for line, raw in reader.rows():
-            self._parse_row(chunk, line, raw)
+            if not (is_plain and self._take_plain(chunk, line, raw)):
+                self._parse_row(chunk, line, raw)
             chunk.position += 1
         return chunk.finish(reader.n_lines)
+
+    def _take_plain(self, chunk: _Chunk, line: int, raw: bytes) -> bool:
+        """Add a row of two HH transcripts that nothing is wrong with, as nearly all rows are.
+
+        Everything else is left to `_parse_row`, which would give the same for this row, too.
+        """
+        try:
+            row = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            return False
+        if type(row) is not dict or len(row) != 2:
+            return False
+        chosen, rejected = row.get("chosen"), row.get("rejected")
+        if type(chosen) is not str or type(rejected) is not str:
+            return False
+        shared = split_shared(chosen, rejected)
+        if shared is None:
+            return False
+        head, contents, chosen, rejected = shared
+        n = len(contents)
+        if n >= len(_ALTERNATING):
+            return False
+        prompt = prompt_key_of(n, head)
+        first, second = normalized(chosen), normalized(rejected)
+        if b"\0" in prompt or b"\0" in first or b"\0" in second:
+            return False
+        prompt_id = alternating_prompt_id(contents)
+        exact = pair_digest(prompt_id, chosen, rejected)
+        root = hashlib.sha256(normalized(contents[0])).digest()
+        group_id = root.hex()[:ID_DIGITS]
+        split = self._split_of(chunk.job.file.split, group_id)
+        direction = first < second if first != second else chosen < rejected
+        chunk.keys.append(unordered_key(prompt, first, second) + exact[:8])
+        chunk.groups.append(root[:16] * 2)
+        chunk.codes.append((chunk.position, line, direction, split))
+        lengths = (n + 1, sum(map(len, contents)), len(chosen), len(rejected))
+        ids = (exact.hex()[:ID_DIGITS], prompt_id, group_id, chunk.job.file.subset)
+        chunk.batch.add_plain((*ids, chosen, rejected, *lengths, True), _ALTERNATING[n], contents)
+        return True
 
     def _parse_row(self, chunk: _Chunk, line: int, raw: Any) -> None:
         try:
@@ -83,12 +134,6 @@ class ChunkParser:
         except orjson.JSONDecodeError:
             # The standard library's parser takes more (NaN, huge integers) and says what is wrong.
             row = decode_object(raw)
-        if chunk.may_be_plain and isinstance(row, dict) and len(row) == 2:
-            chosen, rejected = row.get("chosen"), row.get("rejected")
-            if isinstance(chosen, str) and isinstance(rejected, str):
-                shared = split_shared(chosen, rejected)
-                if shared is not None:
-                    return Row(*shared)
         if not isinstance(row, dict):
             detail = f"the line holds a {type(row).__name__}, not an object"
             raise Refusal(QuarantineReason.WRONG_TYPE, detail)
@@ -128,9 +173,10 @@ class ChunkParser:
         """Return what the row is compared by."""
         prompt_id = prompt_id_of(row.roles, row.contents)
         exact = pair_digest(prompt_id, row.chosen, row.rejected)
-        prompt, root, has_controls = normalized_prompt(row.roles, row.contents)
+        prompt = prompt_key_of(len(row.roles), transcript_of(row.roles, row.contents))
         first, second = normalized(row.chosen), normalized(row.rejected)
-        has_controls = has_controls or has_control(first) or has_control(second)
+        has_controls = has_control(prompt) or has_control(first) or has_control(second)
+        root = normalized(first_user_turn(row.roles, row.contents))
         root_digest = hashlib.sha256(root).digest()
         group = root_digest
         if self._options.group_by != "conversation":
@@ -233,7 +279,8 @@ class _Chunk:
     def __init__(self, job: ParseJob) -> None:
         self.job = job
         self.form = job.file.form
-        self.may_be_plain = self.form in ("auto", "hh") and job.file.subset_column is None
+        is_hh = self.form in ("auto", "hh") and isinstance(job.payload, Span | Block | Rows)
+        self.may_be_plain = is_hh and job.file.subset_column is None and job.file.weight >= 1.0
         self.position = 0
         self.keys: list[bytes] = []
         self.groups: list[bytes] = []

@@ -134,12 +134,13 @@ def leading_text(text: str) -> str:
     return text[: first.start()].strip() if first is not None else ""
 
 
-def split_shared(chosen: str, rejected: str) -> tuple[list[str], list[str], str, str] | None:
+def split_shared(chosen: str, rejected: str) -> tuple[str, list[str], str, str] | None:
     """Split two transcripts that share all but their last answer; the prompt is split only once.
 
     Returns:
-        Roles and contents of the prompt, and the two responses; None when there is anything to
-        object to, or when the prompts are not the same text, and the turns have to be compared.
+        The prompt's transcript, the contents of its turns (a user's and an assistant's in turns),
+        and the two responses; None when there is anything to object to, or when the prompts are not
+        the same text, and the turns have to be compared.
     """
     cut = chosen.rfind(_ANSWER)
     if cut < 0 or rejected.rfind(_ANSWER) != cut or not chosen.startswith(_QUESTION):
@@ -153,6 +154,14 @@ def split_shared(chosen: str, rejected: str) -> tuple[list[str], list[str], str,
     first, second = chosen[end:].strip(), rejected[end:].strip()
     if not first or not second or first == second:
         return None
-    parts = _DELIMITER.split(head)
-    roles = [_ROLES[speaker] for speaker in parts[1::2]]
-    return roles, [part.strip() for part in parts[2::2]], first, second
+    contents: list[str] = []
+    exchanges = head.split(_QUESTION)
+    for exchange in exchanges[1:-1]:
+        asked, found, answered = exchange.partition(_ANSWER)
+        if not found or _ANSWER in answered:
+            return None
+        contents += (asked.strip(), answered.strip())
+    if _ANSWER in exchanges[-1]:
+        return None
+    contents.append(exchanges[-1].strip())
+    return head, contents, first, second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import unicodedata
 from typing import Final
 
@@ -11,14 +12,20 @@ from tasks.errors import ConfigError
 
 SPLITS: Final = ("train", "validation", "test")
 _WHITE: Final = b" \t\n\r"
-_CONTROLS: Final = bytes(code for code in [*range(32), 127] if code not in b"\t\n\r\x01")
-_SEPARATOR: Final = "\x01"
-# Lower case, and NUL for all control characters but the separator.
+_CONTROLS: Final = bytes(code for code in [*range(32), 127] if code not in b"\t\n\r")
+# Lower case, and NUL for all control characters.
 _FOLDED: Final = bytes.maketrans(
     _CONTROLS + b"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
     b"\x00" * len(_CONTROLS) + b"abcdefghijklmnopqrstuvwxyz",
 )
+_ASCII: Final = bytes(range(128))
+# Dashes and quotation marks: what is not ASCII in most English text, and stays as it is.
+_UNCHANGED: Final = re.compile(rb"(?:\xe2\x80[\x93\x94\x98\x99\x9c\x9d])*")
+_SPEAKERS: Final = {"user": "Human:", "assistant": "Assistant:", "system": "System:"}
 _ROLE_PARTS: Final = {role: f"{len(role)}:{role}" for role in ("system", "user", "assistant")}
+
+_TURNS: Final = (_ROLE_PARTS["user"], _ROLE_PARTS["assistant"]) * 100
+LONGEST_ALTERNATING_TURNS: Final = len(_TURNS)
 
 
 def normalized(text: str) -> bytes:
@@ -27,29 +34,33 @@ def normalized(text: str) -> bytes:
     NFKC makes the other spaces ASCII ones; line separators such as U+2028 stay. Control characters
     count as one and the same.
     """
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text).casefold()
-    return text.encode().translate(_FOLDED, _WHITE)
+    raw = text.encode()
+    if not text.isascii() and _UNCHANGED.fullmatch(raw.translate(None, _ASCII)) is None:
+        raw = unicodedata.normalize("NFKC", text).casefold().encode()
+    return raw.translate(_FOLDED, _WHITE)
 
 
-def normalized_prompt(roles: list[str], contents: list[str]) -> tuple[bytes, bytes, bool]:
-    """Return the normalized turns, the normalized first user turn, and whether to look closer.
+def prompt_key_of(n_turns: int, transcript: str) -> bytes:
+    """Return what names a prompt case and white space aside, from its transcript."""
+    return b"%d:" % n_turns + normalized(transcript)
 
-    Conversations that extend one another share their first user turn. A closer look is due when
-    there may be control characters.
-    """
-    key = normalized(_SEPARATOR.join([*roles, *contents]))
-    n = len(roles)
-    has_controls = b"\x00" in key or key.count(b"\x01") != 2 * n - 1
-    if n and not has_controls and roles[0] == "user":
-        return key, key.split(b"\x01", n + 1)[n], False
+
+def transcript_of(roles: list[str], contents: list[str]) -> str:
+    """Return the turns as one text; of an HH transcript the same but for white space."""
+    return "".join(
+        [_SPEAKERS[role] + content for role, content in zip(roles, contents, strict=True)]
+    )
+
+
+def first_user_turn(roles: list[str], contents: list[str]) -> str:
+    """Return what the user said first: conversations that extend one another share it."""
     spoken = [text for role, text in zip(roles, contents, strict=True) if role == "user"]
-    return key, normalized((spoken or contents or [""])[0]), has_controls
+    return (spoken or contents or [""])[0]
 
 
 def has_control(folded: bytes) -> bool:
     """Tell whether a normalized text came from one with control characters."""
-    return b"\x00" in folded or b"\x01" in folded
+    return b"\x00" in folded
 
 
 def prompt_id_of(roles: list[str], contents: list[str]) -> str:
@@ -57,6 +68,14 @@ def prompt_id_of(roles: list[str], contents: list[str]) -> str:
     parts = _ROLE_PARTS
     text = "".join(
         [f"{parts[role]}{len(content)}:{content}" for role, content in zip(roles, contents)]  # noqa: B905
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_DIGITS]
+
+
+def alternating_prompt_id(contents: list[str]) -> str:
+    """Return the id of a prompt whose turns are a user's and an assistant's in turns."""
+    text = "".join(
+        [f"{speaker}{len(part)}:{part}" for speaker, part in zip(_TURNS, contents)]  # noqa: B905
     )
     return hashlib.sha256(text.encode()).hexdigest()[:ID_DIGITS]
 

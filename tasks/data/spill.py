@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.ipc as ipc
 
@@ -68,17 +69,22 @@ class PairBatch:
         self._roles: list[str] = []
         self._contents: list[str] = []
         self._extra: dict[int, Row] = {}
-        self._tokens: list[Any] = []
+        self._tokens: dict[int, Any] = {}
+
+    def add_plain(self, plain: tuple[Any, ...], roles: list[str], contents: list[str]) -> None:
+        """Add a pair without flags, scores or token ids."""
+        self._plain.append(plain)
+        self._roles += roles
+        self._contents += contents
+        self._turns.append(len(self._contents))
 
     def add(self, plain: tuple[Any, ...], row: Row, tokens: Any) -> None:
         """Add a pair."""
         if row.flags or row.scores or row.logged or row.margin is not None:
             self._extra[len(self._plain)] = row
-        self._plain.append(plain)
-        self._roles += row.roles
-        self._contents += row.contents
-        self._turns.append(len(self._contents))
-        self._tokens.append(tokens)
+        if tokens is not None:
+            self._tokens[len(self._plain)] = tokens
+        self.add_plain(plain, row.roles, row.contents)
 
     def arrays(self) -> dict[str, pa.Array]:
         """Return the columns."""
@@ -99,6 +105,8 @@ class PairBatch:
 
     def _numbers(self) -> dict[str, pa.Array]:
         n = len(self._plain)
+        if not self._extra:
+            return {name: pa.nulls(n, pa.float64()) for name in _NUMBERS}
         columns: dict[str, list[float | None]] = {name: [None] * n for name in _NUMBERS}
         for index, row in self._extra.items():
             values = (*(row.scores or (None, None)), row.margin, *(row.logged or (None, None)))
@@ -107,17 +115,24 @@ class PairBatch:
         return {name: pa.array(values, pa.float64()) for name, values in columns.items()}
 
     def _flags(self) -> pa.Array:
-        flags: list[list[str]] = [[]] * len(self._plain)
+        n = len(self._plain)
+        kind = pa.list_(pa.field("element", pa.string(), False))
+        if not any(row.flags for row in self._extra.values()):
+            offsets = pa.array(np.zeros(n + 1, np.int32))
+            return pa.ListArray.from_arrays(offsets, pa.array([], pa.string()), kind)
+        flags: list[list[str]] = [[]] * n
         for index, row in self._extra.items():
             flags[index] = row.flags
-        return pa.array(flags, pa.list_(pa.field("element", pa.string(), False)))
+        return pa.array(flags, kind)
 
     def _token_arrays(self) -> dict[str, pa.Array]:
         ids = pa.list_(pa.field("element", pa.int32(), False))
-        if not any(tokens is not None for tokens in self._tokens):
-            return {name: pa.nulls(len(self._tokens), ids) for name in _TOKENS}
+        n = len(self._plain)
+        if not self._tokens:
+            return {name: pa.nulls(n, ids) for name in _TOKENS}
+        rows = [self._tokens.get(index) for index in range(n)]
         return {
-            name: pa.array([None if t is None else t[column] for t in self._tokens], ids)
+            name: pa.array([None if row is None else row[column] for row in rows], ids)
             for column, name in enumerate(_TOKENS)
         }
 
@@ -154,7 +169,8 @@ def _printable(text: str) -> str:
 
 def _write(path: Path, columns: Mapping[str, pa.Array]) -> None:
     batch = pa.record_batch(list(columns.values()), names=list(columns))
-    options = ipc.IpcWriteOptions(compression=_COMPRESSION, use_threads=False)
+    # Not compressed: the files live for seconds, and packing them takes longer than writing them.
+    options = ipc.IpcWriteOptions(use_threads=False)
     with ipc.new_file(str(path), batch.schema, options=options) as writer:
         writer.write_batch(batch)
 

@@ -142,7 +142,7 @@ class Summary:
         return {name: counter.count() for name, counter in self._prompts.items()}
 
     def add_pairs(self, split: str, pairs: pa.Table) -> None:
-        """Count pairs of one split."""
+        """Count pairs of one split and one source."""
         self.splits[split] += pairs.num_rows
         self._prompts[split].add(pairs["prompt_id"])
         chosen, rejected = (pairs[f"{side}_chars"].to_numpy() for side in ("chosen", "rejected"))
@@ -150,15 +150,16 @@ class Summary:
         self.not_alternating += pairs.num_rows - int(pc.sum(pairs["alternating"]).as_py() or 0)
         for name, column in LENGTH_COLUMNS.items():
             _count_into(self.lengths[name], pairs[column].to_numpy())
-        for flag in pc.value_counts(pc.list_flatten(pairs["flags"])).to_pylist():
-            self.flags[flag["values"]] += flag["counts"]
+        flags = pc.list_flatten(pairs["flags"])
+        self.flags.update(flags.to_pylist())
         self._add_places(split, pairs)
 
     def _add_places(self, split: str, pairs: pa.Table) -> None:
-        counted = pairs.group_by(["source", "subset"]).aggregate([([], "count_all")])
-        for entry in counted.to_pylist():
-            self.kept_of[entry["source"], entry["subset"]] += entry["count_all"]
-            self.split_of[entry["subset"], split] += entry["count_all"]
+        source = pairs["source"][0].as_py()
+        for entry in pc.value_counts(pairs["subset"]).to_pylist():
+            subset, count = entry["values"], entry["counts"]
+            self.kept_of[source, subset] += count
+            self.split_of[subset, split] += count
 
     def add_left_out(self, entry: dict[str, Any]) -> None:
         """Count one row that was left out."""
@@ -201,8 +202,9 @@ class Summary:
 
 
 def _count_into(counter: Counter[int], values: Array) -> None:
-    for value, count in zip(*np.unique(values, return_counts=True), strict=True):
-        counter[int(value)] += int(count)
+    found, counts = np.unique(values, return_counts=True)
+    for value, count in zip(found.tolist(), counts.tolist(), strict=True):
+        counter[value] += count
 
 
 def quantile(counts: Counter[int], q: float) -> int:

@@ -7,12 +7,14 @@ from hypothesis import strategies as st
 
 from tasks.data.hh import ID_DIGITS, Message, make_pair_id, make_prompt_id
 from tasks.data.keys import (
+    first_user_turn,
     has_control,
     is_taken,
     normalized,
-    normalized_prompt,
     pair_digest,
     prompt_id_of,
+    prompt_key_of,
+    transcript_of,
     unordered_key,
 )
 
@@ -53,20 +55,25 @@ def test_text_at_a_border_belongs_to_its_side() -> None:
     assert len(keys) == 3
 
 
+def test_prompts_are_the_same_but_for_case_and_white_space() -> None:
+    turns = ["user", "assistant", "user"], ["Hi there", "yes", "more"]
+    transcript = "\n\nHuman: hi  there\n\nAssistant:  Yes\n\nHuman:more"
+    assert prompt_key_of(3, transcript) == prompt_key_of(3, transcript_of(*turns))
+    assert prompt_key_of(1, transcript) != prompt_key_of(3, transcript)
+    other = ["user", "assistant", "user"], ["Hi", "there yes", "more"]
+    assert prompt_key_of(3, transcript) != prompt_key_of(3, transcript_of(*other))
+
+
 def test_root_is_the_first_user_turn() -> None:
-    one = normalized_prompt(["user"], ["Hi there"])
-    more = normalized_prompt(["user", "assistant", "user"], ["hi  there", "yes", "more"])
-    led = normalized_prompt(["system", "user"], ["be kind", "Hi there"])
-    assert one[1] == more[1] == led[1] == b"hithere"
-    assert len({one[0], more[0], led[0]}) == 3
+    assert first_user_turn(["user", "assistant", "user"], ["a", "b", "c"]) == "a"
+    assert first_user_turn(["system", "user"], ["be kind", "a"]) == "a"
+    assert first_user_turn(["assistant"], ["b"]) == "b"
 
 
 def test_control_characters_ask_for_a_closer_look() -> None:
     for text in ("a\x00", "a\x01b", "\x7f", "\x1b[0m", "é\x07"):
-        assert normalized_prompt(["user"], [text])[2]
         assert has_control(normalized(text))
-    assert not normalized_prompt(["user"], ["a\tb\r\n\u2028é"])[2]
-    assert not has_control(normalized("a\tb\n"))
+    assert not has_control(normalized("a\tb\r\n\u2028é"))
 
 
 def test_samples_grow_with_the_weight() -> None:
