@@ -28,7 +28,7 @@ from tasks.data.chunk_sources import check_file, cut_into_jobs, size_of
 from tasks.data.decisions import DecisionFile, KeyFiles, count_shared, find_leaks, find_repeated
 from tasks.data.inputs import check_same_columns
 from tasks.data.keys import SPLITS
-from tasks.data.schemas import PAIR_SCHEMA, with_tokens
+from tasks.data.schemas import PAIR_SCHEMA, renderer_of, with_tokens
 from tasks.data.summary import Summary
 from tasks.errors import ArtifactError, ConfigError, DataError
 from tasks.quarantine import Action, QuarantineReason, default_actions
@@ -78,6 +78,7 @@ def ingest_pairs(
             _check_splits(cfg, summary)
             card = render_card(_name_of(files), [file.label for file in files], summary)
             (directory / "card.md").write_text(card, encoding="utf-8")
+            ctx.draft.renderer_fingerprint = renderer_of(assembly.schema)
             ctx.draft.counts.update(summary.counts())
             ctx.draft.metrics["longer_wins_share"] = summary.longer_wins_share
             ctx.draft.metrics["duplicate_share"] = summary.duplicate_share

@@ -14,14 +14,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
+from pydantic import ValidationError
 
 from tasks.artifacts import PreferenceDataset
 from tasks.config import IngestConfig, SourceConfig
 from tasks.data import chunk_sources
-from tasks.data.hub import is_hub_id, stream_rows
+from tasks.data.chunk_jobs import InputFile, ParseJob, ParseOptions, Span, pairs_file
+from tasks.data.chunk_parser import ChunkParser
+from tasks.data.hub import is_hub_id, resolve_revision, stream_rows
 from tasks.data.inputs import find_files
 from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.spill import read_spill
 from tasks.errors import DataError, MissingInputError
+from tasks.ingest import ingest_pairs
+from tasks.quarantine import default_actions
 
 Ingest = Callable[..., PreferenceDataset]
 H, A = "\n\nHuman: ", "\n\nAssistant: "
@@ -162,9 +168,6 @@ def test_corrupt_gzip_names_file_line_and_byte(ingest: Ingest, tmp_path: Path) -
 def test_a_failed_run_leaves_the_previous_dataset(
     ingest_context: Callable[..., Any], tmp_path: Path
 ) -> None:
-    from tasks.data.chunk_jobs import InputFile
-    from tasks.ingest import ingest_pairs
-
     ctx = ingest_context(tmp_path / "home")
     good = InputFile(str(write(tmp_path / "s.jsonl", rows_of("q"))), "s", "s", "s")
     before = ingest_pairs(ctx, IngestConfig(), [good])
@@ -324,9 +327,6 @@ def test_hub_ids_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_rows_are_streamed_through_datasets(ingest_context: Any, tmp_path: Path) -> None:
-    from tasks.data.chunk_jobs import InputFile
-    from tasks.ingest import ingest_pairs
-
     write(tmp_path / "hub" / "train.jsonl", [*rows_of("q"), row("r", "")])
     hub = {"path": str(tmp_path / "hub"), "split": "train"}
     assert next(stream_rows(hub)) == rows_of("q")[0]
@@ -338,3 +338,50 @@ def test_rows_are_streamed_through_datasets(ingest_context: Any, tmp_path: Path)
     broken = {"path": str(tmp_path / "nowhere"), "split": "train"}
     with pytest.raises(MissingInputError, match="cannot be read"):
         next(stream_rows(broken))
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    for given, problem in (
+        ({"reasons": {"typo": "drop"}}, "unknown .*typo"),
+        ({"reasons": {"invalid_json": "keep"}}, "invalid_json hold no pair to keep"),
+        ({"source": "a", "sources": [{"name": "b", "path": "c"}]}, "not both"),
+        ({"sources": [{"name": "b", "path": "c"}, {"name": "b", "path": "d"}]}, "must differ"),
+        ({"sources": [{"name": "b", "path": "c", "weight": 0}]}, "greater than 0"),
+    ):
+        with pytest.raises(ValidationError, match=problem):
+            IngestConfig.model_validate(given)
+
+
+def test_hub_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(MissingInputError, match=r"Hub data set no/such .* cannot be read"):
+        resolve_revision("no/such", None)
+
+
+def test_plain_rows_are_read_the_same_either_way(tmp_path: Path) -> None:
+    """The fast way through the parser gives what the general one gives."""
+    rows = [
+        *rows_of("q", 30),
+        {side: f"{H}a \u2019 Ω \ufb01{A}b{H} c \n{A} {side}" for side in ("chosen", "rejected")},
+        row("twice", f"a{A}b"),
+        row("late", f"a{H}b{A}c"),
+        {side: f"{H}q{H}r{A}{side}" for side in ("chosen", "rejected")},
+        {side: f"{H}q{A}r{A}s{H}t{A}{side}" for side in ("chosen", "rejected")},
+        row("tabs\t and \x07"),
+    ]
+    path = write(tmp_path / "s.jsonl", rows)
+    found = []
+    for name, is_usual in (("fast", True), ("general", False)):
+        directory = tmp_path / name
+        directory.mkdir()
+        parser = ChunkParser(ParseOptions(default_actions()))
+        assert parser._is_usual
+        parser._is_usual = is_usual
+        file = InputFile(str(path), "s", "s", "s")
+        span = Span(0, path.stat().st_size)
+        result = parser.parse(ParseJob(0, 0, file, span, directory, 0))
+        found.append((result.records, read_spill(pairs_file(directory, 0)), result.n_left_out))
+    assert (found[0][0] == found[1][0]).all()
+    assert found[0][1].equals(found[1][1])
+    assert found[0][2] == found[1][2] > 0

@@ -51,8 +51,9 @@ def write_copies(data: Path, target: Path, n_pairs: int) -> None:
     with gzip.open(data, "rt", encoding="utf-8", newline="\n") as handle:
         rows = [json.loads(line) for line in handle]
     with target.open("wb") as plain, ExitStack() as stack:
-        packed = gzip.GzipFile(fileobj=plain, mode="wb", compresslevel=6)
-        output = stack.enter_context(packed) if target.suffix == ".gz" else plain
+        output: Any = plain
+        if target.suffix == ".gz":
+            output = stack.enter_context(gzip.GzipFile(fileobj=plain, mode="wb", compresslevel=6))
         for number in range(n_pairs):
             copy, index = divmod(number, len(rows))
             row = {

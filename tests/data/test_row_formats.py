@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tasks.data.hh import Refusal
-from tasks.data.row_numbers import Judge
+from tasks.data.row_numbers import SIDES, Judge
 from tasks.data.rows import Row, check_characters, detect_form, read_row
 from tasks.quarantine import QuarantineReason, default_actions
 
+SharedCases = Callable[[str], list[dict[str, Any]]]
 H, A = "\n\nHuman: ", "\n\nAssistant: "
 
 
@@ -167,3 +169,10 @@ def test_control_characters_are_found_but_not_tabs_and_line_ends() -> None:
         check_characters(Row(["user"], ["a\x00"], "d", "e"), strict)
     assert caught.value.reason is QuarantineReason.CONTROL_CHARACTERS
     assert json.dumps(caught.value.detail)
+
+
+def test_known_identical_pair_is_no_pair(shared_cases: SharedCases) -> None:
+    # Nothing may look for the first difference of two responses that have none.
+    case = next(case for case in shared_cases("ingest") if case["id"] == "ING-05")
+    texts = {side: " ".join(map(str, case["input"][f"{side}_ids"])) for side in SIDES}
+    assert refused({"prompt": "q", **texts}) == case["expected"]["reason"]
