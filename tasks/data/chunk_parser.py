@@ -25,11 +25,9 @@ from tasks.data.chunk_jobs import (
     Span,
     raw_bytes,
 )
-from tasks.data.hh import ID_DIGITS, Refusal, split_shared
+from tasks.data.hh import ID_DIGITS, Refusal
 from tasks.data.keys import (
-    LONGEST_ALTERNATING_TURNS,
     SPLITS,
-    alternating_prompt_id,
     first_user_turn,
     has_control,
     is_taken,
@@ -41,14 +39,20 @@ from tasks.data.keys import (
     transcript_of,
     unordered_key,
 )
+from tasks.data.plain_rows import PlainPairs, parse_plain, two_texts
 from tasks.data.row_numbers import Judge
 from tasks.data.rows import Row, check_characters, decode_object, read_row, storable
-from tasks.data.spill import LeftOut, PairBatch, keep_payload, write_left_out, write_pairs
+from tasks.data.spill import (
+    LeftOut,
+    PairBatch,
+    complete_columns,
+    keep_payload,
+    write_left_out,
+    write_pairs,
+)
 from tasks.quarantine import QuarantineReason
 
-_ALTERNATING: Final = [
-    ["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(LONGEST_ALTERNATING_TURNS)
-]
+_ALTERNATING: Final = [["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(200)]
 _SPLIT_CODES: Final = {name: code for code, name in enumerate(SPLITS)}
 
 
@@ -72,61 +76,48 @@ class ChunkParser:
         reader = LineReader(job.file, job.payload)
         chunk = _Chunk(job)
         is_plain = self._is_usual and chunk.may_be_plain
+        plain: list[tuple[int, int, bytes]] = []
+        texts: list[tuple[str, str]] = []
+        others: list[tuple[int, int, Any]] = []
         for line, raw in reader.rows():
-            if not (is_plain and self._take_plain(chunk, line, raw)):
-                self._parse_row(chunk, line, raw)
-            chunk.position += 1
+            found = two_texts(raw) if is_plain else None
+            if found is not None:
+                plain.append((chunk.n_rows, line, raw))
+                texts.append(found)
+            else:
+                others.append((chunk.n_rows, line, raw))
+            chunk.n_rows += 1
+        others += self._parse_plain(chunk, plain, texts)
+        for row in others:
+            self._parse_row(chunk, *row)
         return chunk.finish(reader.n_lines)
 
-    def _take_plain(self, chunk: _Chunk, line: int, raw: bytes) -> bool:
-        """Add a row of two HH transcripts that nothing is wrong with, as nearly all rows are.
+    def _parse_plain(
+        self, chunk: _Chunk, rows: list[tuple[int, int, bytes]], texts: list[tuple[str, str]]
+    ) -> list[tuple[int, int, bytes]]:
+        """Parse rows of two texts at once; return those that are not as they should be."""
+        split = chunk.job.file.split
+        chosen, rejected = [two[0] for two in texts], [two[1] for two in texts]
+        pairs = parse_plain(chosen, rejected, lambda group_id: self._split_of(split, group_id))
+        if pairs is None:
+            return rows
+        fit = pairs.index.tolist()
+        chunk.take(pairs, [rows[index][:2] for index in fit])
+        taken = set(fit)
+        return [row for index, row in enumerate(rows) if index not in taken]
 
-        Everything else is left to `_parse_row`, which would give the same for this row, too.
-        """
-        try:
-            row = orjson.loads(raw)
-        except orjson.JSONDecodeError:
-            return False
-        if type(row) is not dict or len(row) != 2:
-            return False
-        chosen, rejected = row.get("chosen"), row.get("rejected")
-        if type(chosen) is not str or type(rejected) is not str:
-            return False
-        shared = split_shared(chosen, rejected)
-        if shared is None:
-            return False
-        head, contents, chosen, rejected = shared
-        n = len(contents)
-        if n >= len(_ALTERNATING):
-            return False
-        prompt = prompt_key_of(n, head)
-        first, second = normalized(chosen), normalized(rejected)
-        if b"\0" in prompt or b"\0" in first or b"\0" in second:
-            return False
-        prompt_id = alternating_prompt_id(contents)
-        exact = pair_digest(prompt_id, chosen, rejected)
-        root = hashlib.sha256(normalized(contents[0])).digest()
-        group_id = root.hex()[:ID_DIGITS]
-        split = self._split_of(chunk.job.file.split, group_id)
-        direction = first < second if first != second else chosen < rejected
-        chunk.keys.append(unordered_key(prompt, first, second) + exact[:8])
-        chunk.groups.append(root[:16] * 2)
-        chunk.codes.append((chunk.position, line, direction, split))
-        lengths = (n + 1, sum(map(len, contents)), len(chosen), len(rejected))
-        ids = (exact.hex()[:ID_DIGITS], prompt_id, group_id, chunk.job.file.subset)
-        chunk.batch.add_plain((*ids, chosen, rejected, *lengths, True), _ALTERNATING[n], contents)
-        return True
-
-    def _parse_row(self, chunk: _Chunk, line: int, raw: Any) -> None:
+    def _parse_row(self, chunk: _Chunk, position: int, line: int, raw: Any) -> None:
         try:
             row = (
                 self._row_of(chunk, raw)
                 if not isinstance(raw, bytes)
                 else (self._row_of_line(chunk, raw))
             )
-            self._accept(chunk, line, row)
+            self._accept(chunk, (position, line), row)
         except Refusal as refusal:
-            chunk.refuse(line, raw, refusal, self._options.actions[refusal.reason.value])
+            chunk.refuse(
+                (position, line), raw, refusal, self._options.actions[refusal.reason.value]
+            )
 
     def _row_of_line(self, chunk: _Chunk, raw: bytes) -> Row:
         try:
@@ -151,7 +142,7 @@ class ChunkParser:
             found.subset = storable(column, row[column])
         return found
 
-    def _accept(self, chunk: _Chunk, line: int, row: Row) -> None:
+    def _accept(self, chunk: _Chunk, place: tuple[int, int], row: Row) -> None:
         """Check a row that has two responses, and add it."""
         keys = self._keys_of(row)
         n = len(row.roles)
@@ -167,7 +158,7 @@ class ChunkParser:
             if keys.has_controls:
                 check_characters(row, judge)
             tokens = self._check_lengths(row, judge)
-        self._add(chunk, line, row, keys, (alternating, tokens))
+        self._add(chunk, place, row, keys, (alternating, tokens))
 
     def _keys_of(self, row: Row) -> _Keys:
         """Return what the row is compared by."""
@@ -217,7 +208,12 @@ class ChunkParser:
         return found
 
     def _add(
-        self, chunk: _Chunk, line: int, row: Row, keys: _Keys, found: tuple[bool, Any]
+        self,
+        chunk: _Chunk,
+        place: tuple[int, int],
+        row: Row,
+        keys: _Keys,
+        found: tuple[bool, Any],
     ) -> None:
         file = chunk.job.file
         group_id = keys.group.hex()[:ID_DIGITS]
@@ -227,7 +223,7 @@ class ChunkParser:
         split = self._split_of(file.split, group_id)
         chunk.keys.append(keys.pair)
         chunk.groups.append(keys.group[:16] + keys.root[:16])
-        chunk.codes.append((chunk.position, line, keys.direction, split))
+        chunk.codes.append((*place, keys.direction, split))
         alternating, tokens = found
         plain = (
             keys.exact.hex()[:ID_DIGITS],
@@ -281,26 +277,36 @@ class _Chunk:
         self.form = job.file.form
         is_hh = self.form in ("auto", "hh") and isinstance(job.payload, Span | Block | Rows)
         self.may_be_plain = is_hh and job.file.subset_column is None and job.file.weight >= 1.0
-        self.position = 0
+        self.n_rows = 0
         self.keys: list[bytes] = []
         self.groups: list[bytes] = []
         self.codes: list[tuple[int, int, bool, int]] = []
         self.batch = PairBatch()
         self.left_out: list[LeftOut] = []
         self.failure: tuple[str, str, int] | None = None
+        self.plain: PlainPairs | None = None
 
-    def refuse(self, line: int, raw: Any, refusal: Refusal, action: str) -> None:
-        reason = refusal.reason.value
-        if action == "fail" and self.failure is None:
+    def take(self, pairs: PlainPairs, places: list[tuple[int, int]]) -> None:
+        """Take pairs that were parsed at once."""
+        self.plain = pairs
+        self.keys += pairs.keys
+        self.groups += [root[:16] * 2 for root in pairs.roots]
+        marks = zip(places, pairs.directions, pairs.splits, strict=True)
+        self.codes += [(*place, direction, split) for place, direction, split in marks]
+
+    def refuse(self, place: tuple[int, int], raw: Any, refusal: Refusal, action: str) -> None:
+        reason, (position, line) = refusal.reason.value, place
+        if action == "fail" and (self.failure is None or line < self.failure[2]):
             self.failure = (reason, refusal.detail, line)
-        self.left_out.append(LeftOut(self.position, line, reason, refusal.detail, raw_bytes(raw)))
+        self.left_out.append(LeftOut(position, line, reason, refusal.detail, raw_bytes(raw)))
 
     def finish(self, n_lines: int) -> ChunkResult:
         job = self.job
         if self.keys:
-            write_pairs(job.spill_dir, job.index, self.batch, self.codes)
+            self._write_pairs()
             keep_payload(job.spill_dir, job.index, job.payload)
         if self.left_out:
+            self.left_out.sort()
             write_left_out(job.spill_dir, job.index, self.left_out)
         reasons: dict[str, int] = {}
         for row in self.left_out:
@@ -309,7 +315,7 @@ class _Chunk:
             index=job.index,
             file_index=job.file_index,
             n_lines=n_lines,
-            n_rows=self.position,
+            n_rows=self.n_rows,
             n_pairs=len(self.keys),
             n_left_out=len(self.left_out),
             bytes_read=job.bytes_read,
@@ -318,6 +324,15 @@ class _Chunk:
             reasons=reasons,
             payload=job.payload if isinstance(job.payload, Span | RowGroup) else None,
         )
+
+    def _write_pairs(self) -> None:
+        """Put the pairs aside in the order of their rows; those parsed at once come first here."""
+        columns = []
+        if self.plain is not None:
+            columns.append(complete_columns(self.plain.columns, self.job.file.subset))
+        if len(self.batch):
+            columns.append(self.batch.arrays())
+        write_pairs(self.job.spill_dir, self.job.index, columns, self.codes)
 
     def _records(self) -> np.ndarray[Any, Any]:
         records = np.zeros(len(self.keys), KEY_RECORD)
@@ -329,7 +344,7 @@ class _Chunk:
             records["row"], records["line"] = position, line
             records["direction"], records["split"] = direction, split
         records["file"] = self.job.file_index
-        return records
+        return records[np.argsort(records["row"], kind="stable")]
 
 
 def _fill(records: np.ndarray[Any, Any], names: tuple[str, ...], digests: list[bytes]) -> None:

@@ -15,8 +15,8 @@ from typing import Final
 from tasks.quarantine import QuarantineReason
 
 _DELIMITER: Final = re.compile(r"\n\n(Human|Assistant):")
-_ANSWER: Final = "\n\nAssistant:"
-_QUESTION: Final = "\n\nHuman:"
+ANSWER: Final = "\n\nAssistant:"
+QUESTION: Final = "\n\nHuman:"
 _ROLES: Final = {"Human": "user", "Assistant": "assistant"}
 ID_DIGITS: Final = 20
 
@@ -132,36 +132,3 @@ def leading_text(text: str) -> str:
     """Return what stands before the first delimiter, stripped."""
     first = _DELIMITER.search(text)
     return text[: first.start()].strip() if first is not None else ""
-
-
-def split_shared(chosen: str, rejected: str) -> tuple[str, list[str], str, str] | None:
-    """Split two transcripts that share all but their last answer; the prompt is split only once.
-
-    Returns:
-        The prompt's transcript, the contents of its turns (a user's and an assistant's in turns),
-        and the two responses; None when there is anything to object to, or when the prompts are not
-        the same text, and the turns have to be compared.
-    """
-    cut = chosen.rfind(_ANSWER)
-    if cut < 0 or rejected.rfind(_ANSWER) != cut or not chosen.startswith(_QUESTION):
-        return None
-    head = chosen[:cut]
-    if not rejected.startswith(head):
-        return None
-    end = cut + len(_ANSWER)
-    if chosen.find(_QUESTION, end) >= 0 or rejected.find(_QUESTION, end) >= 0:
-        return None
-    first, second = chosen[end:].strip(), rejected[end:].strip()
-    if not first or not second or first == second:
-        return None
-    contents: list[str] = []
-    exchanges = head.split(_QUESTION)
-    for exchange in exchanges[1:-1]:
-        asked, found, answered = exchange.partition(_ANSWER)
-        if not found or _ANSWER in answered:
-            return None
-        contents += (asked.strip(), answered.strip())
-    if _ANSWER in exchanges[-1]:
-        return None
-    contents.append(exchanges[-1].strip())
-    return head, contents, first, second

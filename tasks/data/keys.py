@@ -22,10 +22,7 @@ _ASCII: Final = bytes(range(128))
 # Dashes and quotation marks: what is not ASCII in most English text, and stays as it is.
 _UNCHANGED: Final = re.compile(rb"(?:\xe2\x80[\x93\x94\x98\x99\x9c\x9d])*")
 _SPEAKERS: Final = {"user": "Human:", "assistant": "Assistant:", "system": "System:"}
-_ROLE_PARTS: Final = {role: f"{len(role)}:{role}" for role in ("system", "user", "assistant")}
-
-_TURNS: Final = (_ROLE_PARTS["user"], _ROLE_PARTS["assistant"]) * 100
-LONGEST_ALTERNATING_TURNS: Final = len(_TURNS)
+ROLE_PARTS: Final = {role: f"{len(role)}:{role}" for role in ("system", "user", "assistant")}
 
 
 def normalized(text: str) -> bytes:
@@ -34,10 +31,28 @@ def normalized(text: str) -> bytes:
     NFKC makes the other spaces ASCII ones; line separators such as U+2028 stay. Control characters
     count as one and the same.
     """
-    raw = text.encode()
-    if not text.isascii() and _UNCHANGED.fullmatch(raw.translate(None, _ASCII)) is None:
-        raw = unicodedata.normalize("NFKC", text).casefold().encode()
+    return fold(text.encode())
+
+
+def fold(raw: bytes) -> bytes:
+    """Return what `normalized` returns for a text in UTF-8."""
+    rest = raw.translate(None, _ASCII)
+    if rest and _UNCHANGED.fullmatch(rest) is None:
+        raw = unicodedata.normalize("NFKC", raw.decode()).casefold().encode()
     return raw.translate(_FOLDED, _WHITE)
+
+
+def fold_parts(raw: bytes) -> list[bytes]:
+    """Return the parts of a text between NULs, each normalized."""
+    rest = raw.translate(None, _ASCII)
+    if rest and _UNCHANGED.fullmatch(rest) is None:
+        return [fold(part) for part in raw.split(b"\x00")]
+    return raw.translate(_FOLDED, _WHITE).split(b"\x00")
+
+
+def has_folded_control(raw: bytes, n_expected: int) -> bool:
+    """Tell whether there are other control characters than so many NULs."""
+    return raw.translate(_FOLDED).count(b"\x00") != n_expected
 
 
 def prompt_key_of(n_turns: int, transcript: str) -> bytes:
@@ -65,17 +80,9 @@ def has_control(folded: bytes) -> bool:
 
 def prompt_id_of(roles: list[str], contents: list[str]) -> str:
     """Return what `tasks.data.hh.make_prompt_id` returns for these turns."""
-    parts = _ROLE_PARTS
+    parts = ROLE_PARTS
     text = "".join(
         [f"{parts[role]}{len(content)}:{content}" for role, content in zip(roles, contents)]  # noqa: B905
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:ID_DIGITS]
-
-
-def alternating_prompt_id(contents: list[str]) -> str:
-    """Return the id of a prompt whose turns are a user's and an assistant's in turns."""
-    text = "".join(
-        [f"{speaker}{len(part)}:{part}" for speaker, part in zip(_TURNS, contents)]  # noqa: B905
     )
     return hashlib.sha256(text.encode()).hexdigest()[:ID_DIGITS]
 

@@ -47,6 +47,8 @@ _NUMBERS: Final = (
     "rejected_logprob",
 )
 _TOKENS: Final = ("prompt_ids", "chosen_ids", "rejected_ids")
+_FLAG_LIST: Final = pa.list_(pa.field("element", pa.string(), False))
+_ID_LIST: Final = pa.list_(pa.field("element", pa.int32(), False))
 RAW: Final = "raw"
 
 
@@ -71,12 +73,8 @@ class PairBatch:
         self._extra: dict[int, Row] = {}
         self._tokens: dict[int, Any] = {}
 
-    def add_plain(self, plain: tuple[Any, ...], roles: list[str], contents: list[str]) -> None:
-        """Add a pair without flags, scores or token ids."""
-        self._plain.append(plain)
-        self._roles += roles
-        self._contents += contents
-        self._turns.append(len(self._contents))
+    def __len__(self) -> int:
+        return len(self._plain)
 
     def add(self, plain: tuple[Any, ...], row: Row, tokens: Any) -> None:
         """Add a pair."""
@@ -84,7 +82,10 @@ class PairBatch:
             self._extra[len(self._plain)] = row
         if tokens is not None:
             self._tokens[len(self._plain)] = tokens
-        self.add_plain(plain, row.roles, row.contents)
+        self._plain.append(plain)
+        self._roles += row.roles
+        self._contents += row.contents
+        self._turns.append(len(self._contents))
 
     def arrays(self) -> dict[str, pa.Array]:
         """Return the columns."""
@@ -116,38 +117,64 @@ class PairBatch:
 
     def _flags(self) -> pa.Array:
         n = len(self._plain)
-        kind = pa.list_(pa.field("element", pa.string(), False))
         if not any(row.flags for row in self._extra.values()):
             offsets = pa.array(np.zeros(n + 1, np.int32))
-            return pa.ListArray.from_arrays(offsets, pa.array([], pa.string()), kind)
+            return pa.ListArray.from_arrays(offsets, pa.array([], pa.string()), _FLAG_LIST)
         flags: list[list[str]] = [[]] * n
         for index, row in self._extra.items():
             flags[index] = row.flags
-        return pa.array(flags, kind)
+        return pa.array(flags, _FLAG_LIST)
 
     def _token_arrays(self) -> dict[str, pa.Array]:
-        ids = pa.list_(pa.field("element", pa.int32(), False))
         n = len(self._plain)
         if not self._tokens:
-            return {name: pa.nulls(n, ids) for name in _TOKENS}
+            return {name: pa.nulls(n, _ID_LIST) for name in _TOKENS}
         rows = [self._tokens.get(index) for index in range(n)]
         return {
-            name: pa.array([None if row is None else row[column] for row in rows], ids)
+            name: pa.array([None if row is None else row[column] for row in rows], _ID_LIST)
             for column, name in enumerate(_TOKENS)
         }
 
 
+def complete_columns(columns: Mapping[str, pa.Array], subset: str) -> dict[str, pa.Array]:
+    """Return the columns of pairs without flags, numbers or token ids, with these as nulls."""
+    n = len(columns["pair_id"])
+    offsets = pa.array(np.zeros(n + 1, np.int32))
+    flags = pa.ListArray.from_arrays(offsets, pa.array([], pa.string()), _FLAG_LIST)
+    return {
+        **columns,
+        "subset": pa.array([subset] * n, pa.string()),
+        "flags": flags,
+        **{name: pa.nulls(n, pa.float64()) for name in _NUMBERS},
+        **{name: pa.nulls(n, _ID_LIST) for name in _TOKENS},
+    }
+
+
 def write_pairs(
-    spill_dir: Path, index: int, batch: PairBatch, codes: Sequence[tuple[int, int, bool, int]]
+    spill_dir: Path,
+    index: int,
+    parts: Sequence[Mapping[str, pa.Array]],
+    codes: Sequence[tuple[int, int, bool, int]],
 ) -> None:
-    """Put the pairs of a chunk aside with their positions, lines and splits."""
+    """Put the pairs of a chunk aside with their positions, lines and splits, in order.
+
+    Args:
+        parts: columns of some of the pairs each.
+        codes: position, line, label and split of each pair, in the order of the parts.
+    """
     position, line, _, split = zip(*codes, strict=True)
-    places = {
+    columns = {
         "position": pa.array(position, pa.int32()),
         "line": pa.array(line, pa.int64()),
         "split_code": pa.array(split, pa.int8()),
     }
-    _write(pairs_file(spill_dir, index), places | batch.arrays())
+    for name in sorted(parts[0]):
+        columns[name] = pa.concat_arrays([part[name] for part in parts])
+    batch = pa.record_batch(list(columns.values()), names=list(columns))
+    order = np.argsort(position, kind="stable")
+    if (np.diff(order) != 1).any():
+        batch = batch.take(pa.array(order))
+    _write(pairs_file(spill_dir, index), dict(zip(batch.schema.names, batch.columns, strict=True)))
 
 
 def write_left_out(spill_dir: Path, index: int, rows: Sequence[LeftOut]) -> None:
