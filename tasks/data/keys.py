@@ -19,6 +19,7 @@ _FOLDED: Final = bytes.maketrans(
     b"\x00" * len(_CONTROLS) + b"abcdefghijklmnopqrstuvwxyz",
 )
 _ASCII: Final = bytes(range(128))
+_ASCII_TEXT: Final = bytes(range(1, 128))
 # Dashes and quotation marks: what is not ASCII in most English text, and stays as it is.
 _UNCHANGED: Final = re.compile(rb"(?:\xe2\x80[\x93\x94\x98\x99\x9c\x9d])*")
 _SPEAKERS: Final = {"user": "Human:", "assistant": "Assistant:", "system": "System:"}
@@ -42,17 +43,18 @@ def fold(raw: bytes) -> bytes:
     return raw.translate(_FOLDED, _WHITE)
 
 
-def fold_parts(raw: bytes) -> list[bytes]:
-    """Return the parts of a text between NULs, each normalized."""
-    rest = raw.translate(None, _ASCII)
-    if rest and _UNCHANGED.fullmatch(rest) is None:
-        return [fold(part) for part in raw.split(b"\x00")]
-    return raw.translate(_FOLDED, _WHITE).split(b"\x00")
-
-
-def has_folded_control(raw: bytes, n_expected: int) -> bool:
-    """Tell whether there are other control characters than so many NULs."""
-    return raw.translate(_FOLDED).count(b"\x00") != n_expected
+def fold_many(raw: bytes, n_parts: int) -> list[bytes] | None:
+    """Return so many texts, each followed by NUL, normalized; None for control characters."""
+    parts = raw.translate(_FOLDED, _WHITE).split(b"\x00")
+    if len(parts) != n_parts + 1:
+        return None
+    parts.pop()
+    originals: list[bytes] = []
+    for index, rest in enumerate(raw.translate(None, _ASCII_TEXT).split(b"\x00")):
+        if rest and _UNCHANGED.fullmatch(rest) is None:
+            originals = originals or raw.split(b"\x00")
+            parts[index] = fold(originals[index])
+    return parts
 
 
 def prompt_key_of(n_turns: int, transcript: str) -> bytes:

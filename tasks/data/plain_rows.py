@@ -21,9 +21,7 @@ import pyarrow.compute as pc
 from tasks.data.hh import ANSWER, ID_DIGITS, QUESTION
 from tasks.data.keys import (
     ROLE_PARTS,
-    fold,
-    fold_parts,
-    has_folded_control,
+    fold_many,
     unordered_key,
 )
 from tasks.data.schemas import MESSAGE_TYPE
@@ -81,6 +79,11 @@ class _Texts:
     chosen: pa.Array
     rejected: pa.Array
 
+    @property
+    def parts(self) -> tuple[pa.Array, pa.Array, pa.Array]:
+        """The three texts of each row."""
+        return self.head, self.chosen, self.rejected
+
 
 def parse_plain(
     chosen: list[str], rejected: list[str], split_of: Callable[[str], int]
@@ -90,14 +93,17 @@ def parse_plain(
     Also None when there may be a control character in any of them.
     """
     texts = _fit_texts(pa.array(chosen, pa.large_string()), pa.array(rejected, pa.large_string()))
-    joined = pc.binary_join_element_wise(texts.head, texts.chosen, texts.rejected, _SEPARATOR)
-    if not len(joined) or has_folded_control(_bytes_of(joined), 2 * len(joined)):
+    n = len(texts.index)
+    joined = pc.binary_join_element_wise(*texts.parts, _NOTHING, _SEPARATOR)
+    folded = fold_many(_bytes_of(joined), 3 * n) if n else None
+    if folded is None:
         return None
     turns, starts = _turns_of(texts.head)
     columns = _columns(texts, turns, starts)
     pairs = PlainPairs(texts.index, columns)
     _add_ids(pairs, _prompt_texts(turns, starts, columns["role_codes"]), texts)
-    _add_keys(pairs, joined, turns, starts)
+    _add_keys(pairs, folded, np.diff(starts).tolist())
+    pairs.roots = _roots(turns.take(pa.array(starts[:-1])))
     pairs.splits = [split_of(root.hex()[:ID_DIGITS]) for root in pairs.roots]
     columns["group_id"] = pa.array([r.hex()[:ID_DIGITS] for r in pairs.roots], pa.string())
     del columns["role_codes"]
@@ -205,23 +211,30 @@ def _add_ids(pairs: PlainPairs, prompts: pa.Array, texts: _Texts) -> None:
     pairs.columns["pair_id"] = pa.array(pair_ids, pa.string())
 
 
-def _add_keys(pairs: PlainPairs, joined: pa.Array, turns: pa.Array, starts: Array) -> None:
+def _add_keys(pairs: PlainPairs, folded: list[bytes], n_turns: list[int]) -> None:
     exact = pairs.keys
-    counts = np.diff(starts).tolist()
-    firsts = _slices(turns.take(pa.array(starts[:-1])))
-    keys = []
-    for index, (text, first) in enumerate(zip(_slices(joined), firsts, strict=True)):
-        prompt, better, worse = fold_parts(bytes(text))
-        if better != worse:
-            direction = better < worse
-        else:
-            columns = pairs.columns
-            direction = columns["chosen"][index].as_py() < columns["rejected"][index].as_py()
-        key = unordered_key(b"%d:" % counts[index] + prompt, better, worse)
-        keys.append(key + exact[index][:8])
-        pairs.directions.append(direction)
-        pairs.roots.append(hashlib.sha256(fold(bytes(first))).digest())
-    pairs.keys = keys
+    pairs.keys = []
+    rows = zip(folded[::3], folded[1::3], folded[2::3], exact, n_turns, strict=True)
+    for index, (prompt, better, worse, digest, n) in enumerate(rows):
+        pairs.keys.append(unordered_key(b"%d:" % n + prompt, better, worse) + digest[:8])
+        pairs.directions.append(
+            better < worse if better != worse else _is_first(pairs.columns, index)
+        )
+
+
+def _is_first(columns: dict[str, pa.Array], index: int) -> bool:
+    first: str = columns["chosen"][index].as_py()
+    second: str = columns["rejected"][index].as_py()
+    return first < second
+
+
+def _roots(firsts: pa.Array) -> list[bytes]:
+    """Return the digests of the first user turns, which have no control characters."""
+    joined = pc.binary_join_element_wise(firsts, _NOTHING, _SEPARATOR)
+    folded = fold_many(_bytes_of(joined), len(firsts))
+    assert folded is not None, "they were looked at with the whole prompts"
+    sha256 = hashlib.sha256
+    return [sha256(text).digest() for text in folded]
 
 
 def _slices(texts: pa.Array) -> list[memoryview]:
@@ -233,5 +246,8 @@ def _slices(texts: pa.Array) -> list[memoryview]:
 
 
 def _bytes_of(texts: pa.Array) -> bytes:
-    parts = _slices(texts)
-    return bytes(texts.buffers()[2])[: sum(map(len, parts))] if parts else b""
+    """Return all texts as they lie one after another."""
+    ends = np.frombuffer(texts.buffers()[1], np.int64)
+    data = texts.buffers()[2]
+    start, end = int(ends[texts.offset]), int(ends[texts.offset + len(texts)])
+    return data.slice(start, end - start).to_pybytes() if data is not None else b""
