@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -73,9 +74,13 @@ def ingest_pairs(
         assembly, shared_rows = _decide(cfg, files, parsed, scratch)
         _check_accounts(cfg, parsed, assembly)
         summary = Summary(scratch, has_many_files=len(files) > 1, shared_rows=shared_rows)
-        with build_artifact(ctx.artifacts_dir, ctx.draft) as directory:
+        with (
+            ThreadPoolExecutor(1) as beside,
+            build_artifact(ctx.artifacts_dir, ctx.draft) as directory,
+        ):
             _write(ctx, parsed, assembly, directory, summary)
             _check_splits(cfg, summary)
+            plots = beside.submit(_draw_plots, summary, scratch)
             card = render_card(_name_of(files), [file.label for file in files], summary)
             (directory / "card.md").write_text(card, encoding="utf-8")
             ctx.draft.renderer_fingerprint = renderer_of(assembly.schema)
@@ -84,7 +89,8 @@ def ingest_pairs(
             ctx.draft.metrics["duplicate_share"] = summary.duplicate_share
         if summary.left_out:
             ctx.log.event("quarantined", summary.name_left_out())
-        _attach_plots(ctx.log, summary, scratch)
+        for path in plots.result():
+            ctx.log.file(path, "card")
     return _reload(ctx)
 
 
@@ -358,11 +364,11 @@ def _name_of(files: Sequence[InputFile]) -> str:
     return ", ".join(dict.fromkeys(file.source for file in files))
 
 
-def _attach_plots(log: RunLog, summary: Summary, directory: Path) -> None:
+def _draw_plots(summary: Summary, directory: Path) -> list[Path]:
+    # matplotlib is imported while rows are written, and only here.
     from tasks.data.card_plots import draw_plots
 
-    for path in draw_plots(summary, directory):
-        log.file(path, "card")
+    return draw_plots(summary, directory)
 
 
 def _reload(ctx: StageContext) -> PreferenceDataset:

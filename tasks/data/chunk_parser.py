@@ -17,6 +17,7 @@ from tasks.data.chunk_jobs import (
     KEY_RECORD,
     Block,
     ChunkResult,
+    InputFile,
     LineReader,
     ParseJob,
     ParseOptions,
@@ -35,7 +36,7 @@ from tasks.data.keys import (
     pair_digest,
     prompt_id_of,
     prompt_key_of,
-    split_of,
+    split_codes_of,
     transcript_of,
     unordered_key,
 )
@@ -96,9 +97,8 @@ class ChunkParser:
         self, chunk: _Chunk, rows: list[tuple[int, int, bytes]], texts: list[tuple[str, str]]
     ) -> list[tuple[int, int, bytes]]:
         """Parse rows of two texts at once; return those that are not as they should be."""
-        split = chunk.job.file.split
         chosen, rejected = [two[0] for two in texts], [two[1] for two in texts]
-        pairs = parse_plain(chosen, rejected, lambda group_id: self._split_of(split, group_id))
+        pairs = parse_plain(chosen, rejected, lambda ids: self._splits_of(chunk.job.file, ids))
         if pairs is None:
             return rows
         fit = pairs.index.tolist()
@@ -220,7 +220,7 @@ class ChunkParser:
         if file.weight < 1.0 and not is_taken(group_id, self._options.seed, file.weight):
             detail = f"not in the sample of {file.weight:g} of source {file.source}"
             raise Refusal(QuarantineReason.NOT_SAMPLED, detail)
-        split = self._split_of(file.split, group_id)
+        split = self._split_of(file, group_id)
         chunk.keys.append(keys.pair)
         chunk.groups.append(keys.group[:16] + keys.root[:16])
         chunk.codes.append((*place, keys.direction, split))
@@ -240,15 +240,17 @@ class ChunkParser:
         )
         chunk.batch.add(plain, row, tokens)
 
-    def _split_of(self, file_split: str | None, group_id: str) -> int:
+    def _split_of(self, file: InputFile, group_id: str) -> int:
+        return self._splits_of(file, [group_id])[0]
+
+    def _splits_of(self, file: InputFile, group_ids: list[str]) -> list[int]:
         options = self._options
-        if options.assign == "hash" or file_split is None:
-            name = split_of(group_id, options.seed, options.validation_share, options.test_share)
-        elif file_split == "train":
-            name = split_of(group_id, options.seed, options.validation_share, 0.0)
-        else:
-            name = file_split
-        return _SPLIT_CODES[name]
+        shares = options.validation_share, options.test_share
+        if options.assign == "file" and file.split is not None:
+            if file.split != "train":
+                return [_SPLIT_CODES[file.split]] * len(group_ids)
+            shares = options.validation_share, 0.0
+        return split_codes_of(group_ids, options.seed, *shares)
 
 
 class _Keys(NamedTuple):

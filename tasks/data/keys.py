@@ -7,6 +7,8 @@ import re
 import unicodedata
 from typing import Final
 
+import numpy as np
+
 from tasks.data.hh import ID_DIGITS
 from tasks.errors import ConfigError
 
@@ -136,3 +138,16 @@ def split_of(prompt_id: str, seed: int, validation_share: float, test_share: flo
     if position < test_share:
         return "test"
     return "validation" if position < test_share + validation_share else "train"
+
+
+def split_codes_of(
+    group_ids: list[str], seed: int, validation_share: float, test_share: float
+) -> list[int]:
+    """Return what `split_of` returns for each, as places in `SPLITS`."""
+    sha256, head = hashlib.sha256, f"{seed}:"
+    drawn = [sha256((head + group_id).encode()).digest()[:8] for group_id in group_ids]
+    position = np.frombuffer(b"".join(drawn), ">u8").astype(np.float64) / 2**64
+    codes = np.where(position < test_share + validation_share, 1, 0)
+    codes[position < test_share] = 2
+    found: list[int] = codes.tolist()
+    return found

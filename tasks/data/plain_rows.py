@@ -86,7 +86,7 @@ class _Texts:
 
 
 def parse_plain(
-    chosen: list[str], rejected: list[str], split_of: Callable[[str], int]
+    chosen: list[str], rejected: list[str], split_all: Callable[[list[str]], list[int]]
 ) -> PlainPairs | None:
     """Return the pairs of those rows that nothing is wrong with; None when there are none.
 
@@ -104,8 +104,9 @@ def parse_plain(
     _add_ids(pairs, _prompt_texts(turns, starts, columns["role_codes"]), texts)
     _add_keys(pairs, folded, np.diff(starts).tolist())
     pairs.roots = _roots(turns.take(pa.array(starts[:-1])))
-    pairs.splits = [split_of(root.hex()[:ID_DIGITS]) for root in pairs.roots]
-    columns["group_id"] = pa.array([r.hex()[:ID_DIGITS] for r in pairs.roots], pa.string())
+    group_ids = [root.hex()[:ID_DIGITS] for root in pairs.roots]
+    pairs.splits = split_all(group_ids)
+    columns["group_id"] = pa.array(group_ids, pa.string())
     del columns["role_codes"]
     return pairs
 
@@ -151,7 +152,8 @@ def _alternates(heads: pa.Array) -> Array:
     right[ends[1:] - 1] = 1
     is_right: Array = np.logical_and.reduceat(parts == right, ends[:-1])
     length = np.diff(ends)
-    return is_right & (length > 1) & (length < _MOST_EXCHANGES)
+    fit: Array = is_right & (length > 1) & (length < _MOST_EXCHANGES)
+    return fit
 
 
 def _turns_of(heads: pa.Array) -> tuple[pa.Array, Array]:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tasks.data.hh import ID_DIGITS, Message, make_pair_id, make_prompt_id
 from tasks.data.keys import (
+    SPLITS,
     first_user_turn,
     has_control,
     is_taken,
@@ -14,6 +15,8 @@ from tasks.data.keys import (
     pair_digest,
     prompt_id_of,
     prompt_key_of,
+    split_codes_of,
+    split_of,
     transcript_of,
     unordered_key,
 )
@@ -84,3 +87,9 @@ def test_samples_grow_with_the_weight() -> None:
     assert abs(len(small) - 600) < 105 and abs(len(large) - 1200) < 110
     assert small < large
     assert all(is_taken(group, 0, 1.0) for group in groups)
+
+
+@given(st.lists(st.text(max_size=4), max_size=9), st.integers(0, 3), st.floats(0, 0.4))
+def test_splits_at_once_are_the_splits(groups: list[str], seed: int, share: float) -> None:
+    right = [SPLITS.index(split_of(group, seed, share, 0.3)) for group in groups]
+    assert split_codes_of(groups, seed, share, 0.3) == right
