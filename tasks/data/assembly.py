@@ -24,7 +24,7 @@ from tasks.errors import DataError
 from tasks.quarantine import Action, QuarantineReason
 
 _READ_AHEAD: Final = 3
-_WRITE_BEHIND: Final = 8
+_WRITE_BEHIND: Final = 4
 _READERS: Final = 2
 
 Entry = dict[str, Any]
@@ -120,19 +120,23 @@ class Assembly:
                     sorted_by="row_number",
                 )
             )
-            # One thread writes, in order, while this one counts and others read.
-            background = _Background(stack.enter_context(ThreadPoolExecutor(1)))
+            # Each file is written by a thread of its own, while this one counts and others read.
+            threads = {
+                writer: _Background(stack.enter_context(ThreadPoolExecutor(1)))
+                for writer in (*writers.values(), quarantine)
+            }
             for place, chunk in zip(self.places, self._prepared(), strict=True):
                 for name, pairs in chunk.pairs.items():
-                    background.call(writers[name].write, pairs)
+                    threads[writers[name]].call(writers[name].write, pairs)
                     summary.add_pairs(name, pairs)
                 if chunk.left_out:
                     table = to_table(chunk.left_out, QUARANTINE_SCHEMA)
-                    background.call(quarantine.write, table)
+                    threads[quarantine].call(quarantine.write, table)
                 for entry in chunk.left_out:
                     summary.add_left_out(entry)
                 yield place.first_row + place.n_rows
-            background.finish()
+            for thread in threads.values():
+                thread.finish()
 
     def _prepared(self) -> Iterator[Prepared]:
         """Yield the chunks in order, a few of them read ahead by threads."""

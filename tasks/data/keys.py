@@ -21,9 +21,9 @@ _FOLDED: Final = bytes.maketrans(
     b"\x00" * len(_CONTROLS) + b"abcdefghijklmnopqrstuvwxyz",
 )
 _ASCII: Final = bytes(range(128))
-_ASCII_TEXT: Final = bytes(range(1, 128))
 # Dashes and quotation marks: what is not ASCII in most English text, and stays as it is.
 _UNCHANGED: Final = re.compile(rb"(?:\xe2\x80[\x93\x94\x98\x99\x9c\x9d])*")
+_UNCHANGED_ENDS: Final = np.isin(np.arange(256), [0x93, 0x94, 0x98, 0x99, 0x9C, 0x9D])
 _SPEAKERS: Final = {"user": "Human:", "assistant": "Assistant:", "system": "System:"}
 ROLE_PARTS: Final = {role: f"{len(role)}:{role}" for role in ("system", "user", "assistant")}
 
@@ -51,12 +51,26 @@ def fold_many(raw: bytes, n_parts: int) -> list[bytes] | None:
     if len(parts) != n_parts + 1:
         return None
     parts.pop()
-    originals: list[bytes] = []
-    for index, rest in enumerate(raw.translate(None, _ASCII_TEXT).split(b"\x00")):
-        if rest and _UNCHANGED.fullmatch(rest) is None:
-            originals = originals or raw.split(b"\x00")
-            parts[index] = fold(originals[index])
+    changed = _changed_parts(raw)
+    originals = raw.split(b"\x00") if changed else []
+    for index in changed:
+        parts[index] = fold(originals[index])
     return parts
+
+
+def _changed_parts(raw: bytes) -> list[int]:
+    """Return which of the texts before NULs have other characters than `_UNCHANGED` and ASCII."""
+    data = np.frombuffer(raw, np.uint8)
+    is_high = data >= 0x80
+    lead = np.flatnonzero(data == 0xE2)
+    same = lead[(data[lead + 1] == 0x80) & _UNCHANGED_ENDS[data[lead + 2]]]
+    for offset in range(3):
+        is_high[same + offset] = False
+    places = np.flatnonzero(is_high)
+    if not len(places):
+        return []
+    found: list[int] = np.unique(np.searchsorted(np.flatnonzero(data == 0), places)).tolist()
+    return found
 
 
 def prompt_key_of(n_turns: int, transcript: str) -> bytes:

@@ -9,6 +9,7 @@ from tasks.data.hh import ID_DIGITS, Message, make_pair_id, make_prompt_id
 from tasks.data.keys import (
     SPLITS,
     first_user_turn,
+    fold_many,
     has_control,
     is_taken,
     normalized,
@@ -93,3 +94,19 @@ def test_samples_grow_with_the_weight() -> None:
 def test_splits_at_once_are_the_splits(groups: list[str], seed: int, share: float) -> None:
     right = [SPLITS.index(split_of(group, seed, share, 0.3)) for group in groups]
     assert split_codes_of(groups, seed, share, 0.3) == right
+
+
+@given(
+    st.lists(
+        st.text(st.sampled_from("aB \n\u2019\u201c\u2026\xe9\u03a9\ufb01\U0001f600\xa0")),
+        max_size=6,
+    )
+)
+def test_many_texts_are_folded_like_each(texts: list[str]) -> None:
+    raw = "".join(f"{text}\0" for text in texts).encode()
+    assert fold_many(raw, len(texts)) == [normalized(text) for text in texts]
+
+
+def test_many_texts_with_a_control_character_are_not_folded() -> None:
+    assert fold_many(b"a\0b\x07\0", 2) is None
+    assert fold_many(b"a\0b\0\0", 2) is None
