@@ -30,12 +30,10 @@ from tasks.data.chunk_jobs import ChunkResult, InputFile, ParseJob, ParseOptions
 from tasks.data.chunk_parser import ChunkParser
 from tasks.data.chunk_pool import parse_chunks
 from tasks.data.decisions import DecisionFile, KeyFiles, find_repeated
-from tasks.data.table_writer import TableWriter
 from tasks.errors import ClusterError, DataError, RlhfError
 from tasks.quarantine import REASONS, default_actions
 
 Ingest = Callable[..., PreferenceDataset]
-SharedCases = Callable[[str], list[dict[str, Any]]]
 ROOT = Path(__file__).resolve().parents[1]
 H, A = "\n\nHuman: ", "\n\nAssistant: "
 
@@ -376,27 +374,3 @@ def test_quarantine_counts_are_those_of_the_file(ingest: Ingest, large: Path) ->
     counts = dataset.manifest.counts
     assert {name: counts[f"quarantined_{name}"] for name in reasons} == reasons
     assert pa.types.is_large_string(pq.read_schema(dataset.quarantine_path).field("raw").type)
-
-
-def test_known_crash_while_writing_leaves_no_file(
-    shared_cases: SharedCases, tmp_path: Path
-) -> None:
-    case = next(case for case in shared_cases("parquet") if case["id"] == "PQ-04")
-    assert "raise before close" in case["input"]["plan"]
-    schema = pa.schema([pa.field("id", pa.int64(), False)])
-    groups = [pa.table({"id": [0, 1]}, schema=schema), pa.table({"id": [2, 3]}, schema=schema)]
-    path = tmp_path / "rows.parquet"
-
-    def write(crash: bool) -> None:
-        with TableWriter(path, schema, 2, sorted_by="id") as writer:
-            for group in groups:
-                writer.write(group)
-            if crash:
-                raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write(crash=True)
-    assert list(tmp_path.iterdir()) == []
-    write(crash=False)
-    assert pq.read_table(path)["id"].to_pylist() == [0, 1, 2, 3]
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
