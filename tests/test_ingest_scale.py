@@ -334,7 +334,7 @@ def _check_file(content: bytes, directory: Path, packed: bool) -> None:
     phases=[Phase.generate, Phase.shrink],
     suppress_health_check=list(HealthCheck),
 )
-@given(files, st.booleans(), st.sampled_from([7, 64, 4 * 2**20]))
+@given(files, st.booleans(), st.sampled_from([100, 400, 4 * 2**20]))
 def test_any_file_is_accounted_for(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, packed: bool, chunk_bytes: int
 ) -> None:
