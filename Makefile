@@ -8,7 +8,7 @@ BENCH := $(VENV)/bench
 BENCH_STAMP := $(BENCH)/.installed
 export RLHF_HOME ?= $(CURDIR)/var
 
-.PHONY: help demo test test-fast check bench clean lock
+.PHONY: help demo test test-fast check bench bench-ingest clean lock
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -45,8 +45,12 @@ $(BENCH_STAMP): $(STAMP) requirements-bench.lock
 	  -r requirements-bench.lock
 	@touch $@
 
-bench: $(BENCH_STAMP)  ## reward-model training against TRL; BENCH_ARGS="--quick", or "--help" for the rest
+bench: $(BENCH_STAMP)  ## reward-model training against TRL, ingestion against datasets; BENCH_ARGS="--quick", or "--help" for the rest
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.run $(BENCH_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.ingest $(BENCH_INGEST_ARGS)
+
+bench-ingest: $(STAMP)  ## ingestion against datasets; BENCH_INGEST_ARGS="--quick", or "--help" for the rest
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.ingest $(BENCH_INGEST_ARGS)
 
 clean:  ## remove the workspace, the environment and caches
 	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

@@ -183,6 +183,31 @@ def score_command(  # noqa: PLR0913 - one argument per option
             print_scored(Console(), scored)
 
 
+@app.command("export")
+def export_command(
+    ref: Annotated[
+        str, typer.Argument(help="A dataset: a path, `runs:/<id>`, or `latest`.")
+    ] = "latest",
+    to: Annotated[
+        str, typer.Option(help="`verl`, `trl` or `jsonl`: whose loaders take the files.")
+    ] = "jsonl",
+    output: Annotated[
+        Path | None, typer.Option(help="A new directory; default: ./preferences-TO.")
+    ] = None,
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Write an ingested dataset in another project's format."""
+    with _reported(debug):
+        from flows.export import ExportRequest, run_export
+
+        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
+        target = output or Path(f"preferences-{to}")
+        for line in run_export(ExportRequest(ref, to, target, tracking)):
+            print(line)
+
+
 @app.command("doctor")
 def doctor_command(
     config: Annotated[

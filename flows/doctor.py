@@ -183,7 +183,7 @@ def _mlflow(cfg: PipelineConfig, workspace: Workspace) -> Finding:
 
 def _files(cfg: PipelineConfig) -> Iterable[Finding]:
     named = {
-        "ingest": cfg.ingest.source,
+        "ingest": ", ".join(s.path for s in cfg.ingest.sources) or cfg.ingest.source,
         "evaluate": cfg.evaluate.questions,
         "offline_ppo": cfg.offline_ppo.reward.function_path,
     }

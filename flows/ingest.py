@@ -6,7 +6,8 @@ from prefect import flow
 
 from flows.hooks import HOOKS
 from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.raw_sources import subset_name
+from flows.raw_sources import input_files
+from flows.reporting import publish_card
 from flows.stage_run import stage_run
 from tasks.config import IngestConfig
 
@@ -15,11 +16,13 @@ DEFAULTS = IngestConfig()
 
 @flow(name="ingest", persist_result=True, **HOOKS)
 def ingest(cfg: IngestConfig = DEFAULTS, options: RunOptions = DEFAULT_OPTIONS) -> str:
-    """Validate a file of HH-RLHF pairs, or the demo world's, and return the path of the dataset."""
+    """Validate preference pairs, yours or the demo world's, and return the path of the dataset."""
     with stage_run("ingest", cfg, options) as run:
         if run.is_needed:
             from tasks.ingest import ingest_pairs_task
 
-            source = run.source_path("source")
-            run.publish(ingest_pairs_task(run.context, cfg, source, subset_name(cfg)))
+            files = input_files(cfg, run.prepared.sources)
+            dataset = ingest_pairs_task(run.context, cfg, files)
+            run.publish(dataset)
+            publish_card(dataset)
     return run.path

@@ -151,8 +151,8 @@ def end_dead_runs(
 
 def _log_inputs(tracker: Tracker, run_id: str, prepared: Prepared) -> None:
     for name, source in prepared.sources.items():
-        if source.kind == "file":
-            tracker.log_dataset(run_id, Path(source.path), name, source.fingerprint, "source")
+        if source.kind in ("file", "files", "hub"):
+            tracker.log_dataset(run_id, source.path, name, source.fingerprint, "source")
     for name, artifact in prepared.inputs.items():
         if isinstance(artifact, PreferenceDataset):
             tracker.log_dataset(run_id, artifact.path, name, artifact.fingerprint, "training")

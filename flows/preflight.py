@@ -6,13 +6,21 @@ import ast
 import os
 import socket
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
-from flows.raw_sources import DEMO, TINY
-from tasks.config import STAGES, ModelConfig, PipelineConfig, RuntimeConfig, Stage
+from flows.raw_sources import DEMO, TINY, is_demo
+from tasks.config import (
+    STAGES,
+    ModelConfig,
+    PipelineConfig,
+    RuntimeConfig,
+    SourceConfig,
+    Stage,
+)
+from tasks.data.chunk_sources import check_file
+from tasks.data.hub import resolve_revision
+from tasks.data.inputs import check_same_columns, find_files, source_configs
 from tasks.data.questions import read_questions
-from tasks.data.source import check_source, read_lines
 from tasks.errors import ClusterError, ConfigError, MissingInputError
 from tasks.workspace import Workspace
 
@@ -31,8 +39,9 @@ def check_inputs(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
         ConfigError: a reward file without the function named.
         ClusterError: nothing answers at a Ray address.
     """
-    if "ingest" in stages and cfg.ingest.source != DEMO:
-        check_preference_file(Path(cfg.ingest.source).expanduser())
+    if "ingest" in stages and not is_demo(cfg.ingest):
+        for source in source_configs(cfg.ingest):
+            check_preferences(source)
     if "evaluate" in stages and cfg.evaluate.questions != DEMO:
         check_questions(Path(cfg.evaluate.questions).expanduser())
     reward = cfg.offline_ppo.reward
@@ -69,16 +78,18 @@ def ray_addresses(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> set[
     return {address for address in found if address is not None}
 
 
-def check_preference_file(path: Path) -> None:
-    """Check that a file of pairs is there and is JSON Lines; rows are judged by ingestion."""
-    if not path.is_file():
-        raise MissingInputError(
-            f"ingest.source: no file {path.absolute()}",
-            "a .jsonl or .jsonl.gz file of HH-RLHF pairs",
-            "correct the path: -o ingest.source=/path/to/pairs.jsonl.gz, or use 'demo'",
-        )
-    check_source(path)
-    list(islice(read_lines(path), 1))
+def check_preferences(source: SourceConfig) -> None:
+    """Check that the files of a source are there and of known formats, or that the hub has it.
+
+    Rows are judged by ingestion.
+    """
+    files = find_files(source)
+    for file in files:
+        if file.hub is not None:
+            resolve_revision(source.path, source.revision)
+        else:
+            check_file(file)
+    check_same_columns(files)
 
 
 def check_questions(path: Path) -> None:

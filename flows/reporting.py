@@ -49,6 +49,13 @@ def publish_result(artifact: Artifact, outcome: StageOutcome) -> None:
     create_table_artifact(table=table, key=_key(manifest.stage, "result"))
 
 
+def publish_card(artifact: Artifact) -> None:
+    """Show the data card of a dataset as a page."""
+    if FlowRunContext.get() is not None:
+        text = (artifact.path / "card.md").read_text(encoding="utf-8")
+        create_markdown_artifact(text, key=_key(artifact.manifest.stage, "card"))
+
+
 def publish_chain(outcomes: Mapping[str, StageOutcome]) -> None:
     """Show the stages of a chain as a table."""
     if FlowRunContext.get() is not None and outcomes:

@@ -12,6 +12,14 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from tasks.config_ingest import (
+    DemoWorldConfig,
+    IngestConfig,
+    LengthLimitsConfig,
+    SourceConfig,
+    SplitConfig,
+    TokenColumnsConfig,
+)
 from tasks.config_offline_ppo import (
     AdvantageConfig,
     BehaviorConfig,
@@ -64,6 +72,7 @@ __all__ = [
     "ImportanceConfig",
     "IngestConfig",
     "LabelNoiseConfig",
+    "LengthLimitsConfig",
     "LoraConfig",
     "ModelConfig",
     "OfflinePPOConfig",
@@ -83,35 +92,16 @@ __all__ = [
     "SftConfig",
     "Share",
     "SoftLabelConfig",
+    "SourceConfig",
+    "SplitConfig",
     "Stage",
     "StageConfig",
     "TinyModelConfig",
+    "TokenColumnsConfig",
     "TrackingConfig",
     "WeightSearchConfig",
     "identity_fields",
 ]
-
-
-class DemoWorldConfig(Section):
-    """The synthetic preference world behind ``ingest.source: demo``."""
-
-    n_pairs: PositiveInt = 4000
-    flip_rate: float = Field(
-        0.1, ge=0.0, lt=0.5, description="Share of pairs whose label is wrong on purpose."
-    )
-
-
-class IngestConfig(StageConfig):
-    """Preference pairs in, validated Parquet out."""
-
-    source: str = Field("demo", description="'demo', or a .jsonl, .jsonl.gz file of HH-RLHF pairs.")
-    demo: DemoWorldConfig = DemoWorldConfig()
-    validation_share: Share = 0.1
-    test_share: Share = 0.1
-    max_quarantine_share: float = Field(
-        0.2, ge=0.0, le=1.0, description="Above this the source counts as broken."
-    )
-    rows_per_group: PositiveInt = 10_000
 
 
 class SftConfig(StageConfig):

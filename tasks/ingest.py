@@ -1,227 +1,374 @@
-"""Ingestion: a file of preference pairs in, a validated dataset out."""
+"""Ingestion: files of preference pairs in, a validated dataset out."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.artifacts import PreferenceDataset, build_artifact, file_sha256, newest_artifact
+from tasks.artifacts import PreferenceDataset, build_artifact, newest_artifact
 from tasks.config import IngestConfig
 from tasks.context import RunLog, StageContext
-from tasks.data.card import longer_wins_share, render_card
-from tasks.data.hh import Pair, Quarantined, QuarantineReason, parse_line
-from tasks.data.pairs import SPLITS, pair_to_row, split_of
-from tasks.data.schemas import PAIR_SCHEMA, QUARANTINE_SCHEMA, RowGroupWriter
-from tasks.data.source import check_source, read_lines
-from tasks.errors import ArtifactError, DataError
+from tasks.data.assembly import Assembly, Place, must_not_be
+from tasks.data.card import render_card
+from tasks.data.chunk_jobs import ChunkResult, InputFile, ParseOptions
+from tasks.data.chunk_pool import parse_chunks
+from tasks.data.chunk_sources import check_file, cut_into_jobs, size_of
+from tasks.data.decisions import DecisionFile, KeyFiles, count_shared, find_leaks, find_repeated
+from tasks.data.inputs import check_same_columns
+from tasks.data.keys import SPLITS
+from tasks.data.schemas import PAIR_SCHEMA, renderer_of, with_tokens
+from tasks.data.summary import Summary
+from tasks.errors import ArtifactError, ConfigError, DataError
+from tasks.quarantine import Action, QuarantineReason, default_actions
 
-_LINES_PER_REPORT: Final = 5_000
-_NAMED_LINES: Final = 20
+# Below this a process takes longer to start than the rows take to parse.
+_SMALL_SOURCE_BYTES: Final = 2 * 2**20
+_MOST_WORKERS: Final = 16
+# How much of the work parsing is, for the progress bar.
+_PARSING_SHARE: Final = 0.7
+_SECONDS_BETWEEN_REPORTS: Final = 0.2
 _SOURCE_FIX: Final = (
-    "give a JSON-Lines file of HH-RLHF pairs: an object with chosen and rejected on each line"
+    "give HH-RLHF pairs (an object with chosen and rejected on each line), prompt with chosen and "
+    "rejected, scored pairs or verl rows; ingest.format names the format"
 )
 
 
-@dataclass(frozen=True)
-class _Accounts:
-    """All rows of a source: each is in exactly one of the two lists, in source order."""
-
-    rows: int
-    pairs: list[Pair]
-    quarantined: list[Quarantined]
-
-
 def ingest_pairs(
-    ctx: StageContext, cfg: IngestConfig, source: Path, subset: str
+    ctx: StageContext, cfg: IngestConfig, files: Sequence[InputFile]
 ) -> PreferenceDataset:
-    """Validate a source, split it by prompt and write it as Parquet with a data card.
+    """Validate sources, split them by conversation and write them as Parquet with a data card.
 
-    Exact duplicates are quarantined but for their first row; a pair that is there with both labels
-    is quarantined on both sides, because nothing says which is right.
+    Each row is either kept or in quarantine with its text and one reason. Rows are parsed by
+    several processes and put aside in the checkpoint directory; the result does not depend on how
+    many they are, and memory does not grow with the number of rows.
 
     Args:
-        source: ``.jsonl`` or ``.jsonl.gz``, one pair per line; blank lines are not rows.
-        subset: name of the part of the corpus, stored with each pair.
+        files: in the order in which their rows are numbered; see `tasks.data.inputs.find_files`.
 
     Raises:
         MissingInputError: no such file.
-        DataError: the file is empty, corrupt or no JSON Lines; too many rows are quarantined; a
-            split is empty.
+        DataError: a file is empty, corrupt or of another format; too many rows are quarantined; a
+            row of a reason that must not be there; a split is empty.
         ConfigError: the split shares leave nothing to train on.
+        ClusterError: a parsing process ended.
     """
-    accounts = _read_source(source, subset, ctx.log)
-    _check_share(accounts, source, cfg.max_quarantine_share)
-    if accounts.quarantined:
-        ctx.log.event("quarantined", _name_left_out(accounts.quarantined))
-    splits = _assign_splits(accounts.pairs, cfg)
-    ctx.draft.counts.update(_count(accounts, splits))
-    ctx.draft.metrics["longer_wins_share"] = longer_wins_share(accounts.pairs)
-    with build_artifact(ctx.artifacts_dir, ctx.draft) as directory:
-        _write_splits(directory, splits, cfg.rows_per_group)
-        _write_quarantine(directory, accounts.quarantined, cfg.rows_per_group)
-        card = render_card(subset, source.name, splits, accounts.quarantined)
-        (directory / "card.md").write_text(card, encoding="utf-8")
+    _check_shares(cfg)
+    for file in files:
+        check_file(file)
+    check_same_columns(files)
+    with _scratch_dir(ctx) as scratch:
+        parsed = _parse(ctx.log, cfg, files, scratch)
+        assembly, shared_rows = _decide(cfg, files, parsed, scratch)
+        _check_accounts(cfg, parsed, assembly)
+        summary = Summary(scratch, has_many_files=len(files) > 1, shared_rows=shared_rows)
+        with (
+            ThreadPoolExecutor(1) as beside,
+            build_artifact(ctx.artifacts_dir, ctx.draft) as directory,
+        ):
+            _write(ctx, parsed, assembly, directory, summary)
+            _check_splits(cfg, summary)
+            plots = beside.submit(_draw_plots, summary, scratch)
+            card = render_card(_name_of(files), [file.label for file in files], summary)
+            (directory / "card.md").write_text(card, encoding="utf-8")
+            ctx.draft.renderer_fingerprint = renderer_of(assembly.schema)
+            ctx.draft.counts.update(summary.counts())
+            ctx.draft.metrics["longer_wins_share"] = summary.longer_wins_share
+            ctx.draft.metrics["duplicate_share"] = summary.duplicate_share
+        if summary.left_out:
+            ctx.log.event("quarantined", summary.name_left_out())
+        for path in plots.result():
+            ctx.log.file(path, "card")
     return _reload(ctx)
 
 
 ingest_pairs_task = task(name="ingest-pairs", cache_policy=NO_CACHE)(ingest_pairs)
 
 
-def source_digest(path: Path) -> str:
-    """Return the SHA-256 of a source file.
+@dataclass
+class _Parsed:
+    """All rows of all sources, put aside.
 
-    Raises:
-        MissingInputError: no such file.
-        DataError: the file is empty.
+    Args:
+        rows_of, left_out_of, lines_of: all rows, left-out rows and lines by file.
     """
-    check_source(path)
-    return file_sha256(path)
 
+    scratch: Path
+    places: list[Place] = field(default_factory=list)
+    rows: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    rows_of: Counter[int] = field(default_factory=Counter)
+    left_out_of: Counter[int] = field(default_factory=Counter)
+    lines_of: Counter[int] = field(default_factory=Counter)
 
-def _read_source(source: Path, subset: str, log: RunLog) -> _Accounts:
-    total = check_source(source)
-    pairs: list[Pair] = []
-    quarantined: list[Quarantined] = []
-    rows = 0
-    for line in read_lines(source):
-        row = parse_line(line.text, subset, source.name, line.number)
-        rows += 1
-        if isinstance(row, Pair):
-            pairs.append(row)
-        else:
-            quarantined.append(row)
-        if rows % _LINES_PER_REPORT == 0:
-            log.progress(line.bytes_read, total, f"{rows} rows read")
-    log.progress(total, total, f"{rows} rows read")
-    unique, repeated = _find_repeated(pairs)
-    left_out = sorted(quarantined + _with_text(repeated, source), key=attrgetter("source_line"))
-    return _Accounts(rows, unique, left_out)
-
-
-def _find_repeated(pairs: Sequence[Pair]) -> tuple[list[Pair], list[Quarantined]]:
-    """Return the pairs to keep, and those to leave out still without their text."""
-    first_lines: dict[str, int] = {}
-    for pair in pairs:
-        first_lines.setdefault(pair.pair_id, pair.source_line)
-    kept: list[Pair] = []
-    left_out: list[Quarantined] = []
-    for pair in pairs:
-        first = first_lines[pair.pair_id]
-        opposite = first_lines.get(pair.swapped_id)
-        if first != pair.source_line:
-            detail = f"line {first} has the same pair"
-            left_out.append(_leave_out(pair, QuarantineReason.DUPLICATE, detail))
-        elif opposite is not None:
-            detail = f"line {opposite} has the same pair with the opposite label"
-            left_out.append(_leave_out(pair, QuarantineReason.LABEL_CONFLICT, detail))
-        else:
-            kept.append(pair)
-    return kept, left_out
-
-
-def _leave_out(pair: Pair, reason: QuarantineReason, detail: str) -> Quarantined:
-    return Quarantined(reason, detail, pair.source_file, pair.source_line, raw="")
-
-
-def _with_text(rows: Sequence[Quarantined], source: Path) -> list[Quarantined]:
-    # Parsed pairs do not keep their line; reading the few repeated ones again costs less memory.
-    if not rows:
-        return []
-    wanted = {row.source_line for row in rows}
-    texts = {
-        line.number: line.text.decode("utf-8")
-        for line in read_lines(source)
-        if line.number in wanted
-    }
-    return [replace(row, raw=texts[row.source_line]) for row in rows]
-
-
-def _name_left_out(quarantined: Sequence[Quarantined]) -> str:
-    """Return how many rows were left out and, by reason, their lines."""
-    lines: dict[str, list[int]] = {}
-    for row in quarantined:
-        lines.setdefault(row.reason.value, []).append(row.source_line)
-    parts = []
-    for reason, found in sorted(lines.items()):
-        shown = ", ".join(map(str, found[:_NAMED_LINES]))
-        more = f" and {len(found) - _NAMED_LINES} more" if len(found) > _NAMED_LINES else ""
-        parts.append(f"{reason} (lines {shown}{more})")
-    return f"{len(quarantined)} rows left out: {'; '.join(parts)}"
-
-
-def _check_share(accounts: _Accounts, source: Path, max_share: float) -> None:
-    if accounts.rows != len(accounts.pairs) + len(accounts.quarantined):
-        raise ArtifactError(
-            f"{source}: {accounts.rows} rows, but {len(accounts.pairs)} kept and "
-            f"{len(accounts.quarantined)} quarantined",
-            "each row in exactly one place",
-            "report this as a defect",
+    def __post_init__(self) -> None:
+        self.pairs, self.groups, self.roots = (
+            KeyFiles(self.scratch, name) for name in ("pair", "group", "root")
         )
-    if not accounts.rows:
-        raise DataError(f"{source} holds only blank lines", "at least one row", _SOURCE_FIX)
-    share = len(accounts.quarantined) / accounts.rows
-    if accounts.pairs and share <= max_share:
-        return
-    reasons = Counter(row.reason.value for row in accounts.quarantined).most_common()
-    first = accounts.quarantined[0]
-    raise DataError(
-        f"{source}: {len(accounts.quarantined)} of {accounts.rows} rows cannot be used ("
-        + ", ".join(f"{name} {count}" for name, count in reasons)
-        + f"); the first is line {first.source_line}: {first.reason.value}, {first.detail}",
-        f"at most {max_share:.0%} unusable rows (ingest.max_quarantine_share), and one usable",
+
+    def add(self, result: ChunkResult) -> Place:
+        """Take the next chunk."""
+        # Rows of text are counted from the start of their chunk, others have their numbers.
+        base = self.lines_of[result.file_index] + 1 if result.n_lines else 0
+        place = Place(
+            result.index,
+            result.file_index,
+            self.rows,
+            base,
+            result.n_rows,
+            result.n_pairs,
+            result.n_left_out,
+            result.payload,
+        )
+        self.places.append(place)
+        self.rows += result.n_rows
+        self.reasons.update(result.reasons)
+        self.rows_of[result.file_index] += result.n_rows
+        self.left_out_of[result.file_index] += result.n_left_out
+        self.lines_of[result.file_index] += result.n_lines
+        return place
+
+
+class _Progress:
+    """Reports how much is done, how fast, and how long the rest takes."""
+
+    def __init__(self, log: RunLog, total_bytes: int) -> None:
+        self._log = log
+        self._total = total_bytes
+        self._started = time.monotonic()
+        self._reported = 0.0
+
+    def update(self, share: float, rows: int) -> None:
+        """Report a share of the whole work."""
+        now = time.monotonic()
+        if now - self._reported < _SECONDS_BETWEEN_REPORTS:
+            return
+        self._reported = now
+        seconds = now - self._started
+        left = seconds * (1 - share) / share if share else 0.0
+        rate = rows / seconds if seconds else 0.0
+        text = f"{rows:,} rows, {rate:,.0f} rows/s, {left:.0f} s left"
+        self._log.progress(share * self._total, self._total, text)
+
+    def finish(self, rows: int) -> None:
+        """Report the end."""
+        self._log.progress(self._total, self._total, f"{rows:,} rows")
+
+
+def _check_shares(cfg: IngestConfig) -> None:
+    if cfg.validation_share + cfg.test_share >= 1.0:
+        raise ConfigError(
+            f"validation_share {cfg.validation_share} and test_share {cfg.test_share} add up to "
+            f"{cfg.validation_share + cfg.test_share:g}",
+            "less than 1",
+            "lower ingest.validation_share or ingest.test_share",
+        )
+
+
+@contextmanager
+def _scratch_dir(ctx: StageContext) -> Iterator[Path]:
+    """Yield an empty directory; what a killed run left of this dataset is removed first."""
+    for stale in ctx.artifacts_dir.glob(f".tmp-{ctx.fingerprint[:16]}-*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    scratch = ctx.checkpoint_dir / "spill"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _actions(cfg: IngestConfig) -> dict[str, Action]:
+    return {**default_actions(), **cfg.reasons}
+
+
+def _options(cfg: IngestConfig) -> ParseOptions:
+    tokens = cfg.tokens
+    return ParseOptions(
+        actions=_actions(cfg),
+        seed=cfg.seed,
+        validation_share=cfg.validation_share,
+        test_share=cfg.test_share,
+        group_by=cfg.splits.group_by,
+        assign=cfg.splits.assign,
+        normalize=cfg.deduplicate == "normalized",
+        max_prompt_chars=cfg.limits.max_prompt_chars,
+        max_response_chars=cfg.limits.max_response_chars,
+        tokenizer_dir=tokens.model_dir if tokens is not None else None,
+        rendering=tokens.rendering.model_dump() if tokens is not None else None,
+    )
+
+
+def _worker_count(cfg: IngestConfig, total_bytes: int) -> int:
+    if total_bytes < _SMALL_SOURCE_BYTES:
+        return 1
+    return cfg.workers or min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+
+
+def _parse(log: RunLog, cfg: IngestConfig, files: Sequence[InputFile], scratch: Path) -> _Parsed:
+    sizes = [size_of(file) for file in files]
+    total = sum(sizes)
+    progress = _Progress(log, total)
+    parsed = _Parsed(scratch)
+    jobs = cut_into_jobs(files, scratch)
+    for result in parse_chunks(jobs, _options(cfg), _worker_count(cfg, total)):
+        place = parsed.add(result)
+        if result.failure is not None:
+            reason, detail, line = result.failure
+            row = {"reason": reason, "detail": detail}
+            raise must_not_be(files[place.file_index], line + place.line_base, row)
+        _add_keys(parsed, cfg, place, result)
+        done = sum(sizes[: place.file_index]) + result.bytes_read
+        progress.update(_PARSING_SHARE * done / total if total else 0.0, parsed.rows)
+    return parsed
+
+
+def _add_keys(parsed: _Parsed, cfg: IngestConfig, place: Place, result: ChunkResult) -> None:
+    records = result.records
+    records["row"] += place.first_row
+    records["line"] += place.line_base
+    if cfg.deduplicate != "none":
+        parsed.pairs.add(records)
+    if cfg.splits.assign == "file":
+        parsed.groups.add(records)
+    parsed.roots.add(records)
+
+
+def _decide(
+    cfg: IngestConfig, files: Sequence[InputFile], parsed: _Parsed, scratch: Path
+) -> tuple[Assembly, int]:
+    """Find leaks, then repeated rows among the others; count what the splits share."""
+    actions = _actions(cfg)
+    found = []
+    leaks = None
+    if cfg.splits.assign == "file":
+        leaks = DecisionFile(scratch / "leaks", parsed.rows)
+        find_leaks(parsed.groups, leaks)
+        found.append(leaks)
+    repeated = DecisionFile(scratch / "repeated", parsed.rows)
+    drops_leaks = actions[QuarantineReason.LEAKED_FROM_OTHER_SPLIT.value] != "keep"
+    find_repeated(parsed.pairs, repeated, leaks if drops_leaks else None)
+    found.append(repeated)
+    assembly = Assembly(
+        files, parsed.places, scratch, actions, found, cfg.rows_per_group, _schema(cfg)
+    )
+    return assembly, count_shared(parsed.roots, leaks if drops_leaks else None)
+
+
+def _schema(cfg: IngestConfig) -> Any:
+    if cfg.tokens is None:
+        return PAIR_SCHEMA
+    from tasks.data.pair_tokens import load_renderer
+
+    renderer = load_renderer(cfg.tokens.model_dir, cfg.tokens.rendering.model_dump())
+    return with_tokens(renderer.fingerprint)
+
+
+def _check_accounts(cfg: IngestConfig, parsed: _Parsed, assembly: Assembly) -> None:
+    """Refuse sources without rows, files without a usable row, and too many unusable rows."""
+    names = ", ".join(file.path for file in assembly.files[:3])
+    if not parsed.rows:
+        raise DataError(f"{names} holds only blank lines", "at least one row", _SOURCE_FIX)
+    for index, file in enumerate(assembly.files):
+        rows = parsed.rows_of[index]
+        if rows and rows == parsed.left_out_of[index] and len(assembly.files) > 1:
+            places = [place for place in parsed.places if place.file_index == index]
+            raise _unusable(cfg, file.path, places, assembly, rows, rows)
+    reasons = _reasons_of(parsed, assembly)
+    sampled = reasons.pop(QuarantineReason.NOT_SAMPLED.value, 0)
+    left_out, rows = sum(reasons.values()), parsed.rows - sampled
+    if left_out >= rows or left_out / rows > cfg.max_quarantine_share:
+        raise _unusable(cfg, names, parsed.places, assembly, left_out, rows, reasons)
+
+
+def _reasons_of(parsed: _Parsed, assembly: Assembly) -> Counter[str]:
+    reasons = Counter(parsed.reasons)
+    for found in assembly.found:
+        for reason, count in found.counts.items():
+            if assembly.actions[reason.value] != "keep":
+                reasons[reason.value] += count
+    return reasons
+
+
+def _unusable(  # noqa: PLR0913
+    cfg: IngestConfig,
+    name: str,
+    places: Sequence[Place],
+    assembly: Assembly,
+    left_out: int,
+    rows: int,
+    reasons: Counter[str] | None = None,
+) -> DataError:
+    entries = (entry for place in places for entry in assembly.prepare(place).left_out)
+    not_sampled = QuarantineReason.NOT_SAMPLED.value
+    first = next((e for e in entries if e["reason"] != not_sampled), None)
+    if first is None:
+        return DataError(f"{name}: no row is in the sample", "at least one", "raise the weight")
+    listed = ", ".join(f"{n} {c}" for n, c in (reasons or Counter()).most_common())
+    return DataError(
+        f"{name}: {left_out} of {rows} rows cannot be used"
+        + (f" ({listed})" if listed else "")
+        + f"; the first is line {first['source_line']} of {first['source_file']}: "
+        f"{first['reason']}, {first['detail']}",
+        f"at most {cfg.max_quarantine_share:.0%} unusable rows (ingest.max_quarantine_share), and "
+        "one usable in each file",
         _SOURCE_FIX,
     )
 
 
-def _assign_splits(pairs: Sequence[Pair], cfg: IngestConfig) -> dict[str, list[Pair]]:
-    splits: dict[str, list[Pair]] = {name: [] for name in SPLITS}
-    for pair in pairs:
-        name = split_of(pair.prompt_id, cfg.seed, cfg.validation_share, cfg.test_share)
-        splits[name].append(pair)
-    for name, members in splits.items():
-        if not members:
+def _write(
+    ctx: StageContext, parsed: _Parsed, assembly: Assembly, directory: Path, summary: Summary
+) -> None:
+    # It takes as long to import as some thousands of rows take to write, and can be done beside.
+    threading.Thread(target=import_module, args=["tasks.data.card_plots"], daemon=True).start()
+    total = sum(size_of(file) for file in assembly.files)
+    progress = _Progress(ctx.log, total)
+    for rows in assembly.write(directory, summary):
+        share = _PARSING_SHARE + (1 - _PARSING_SHARE) * rows / parsed.rows
+        progress.update(share, rows)
+    progress.finish(parsed.rows)
+    if summary.rows != parsed.rows:
+        raise ArtifactError(
+            f"{parsed.rows} rows were read, but {summary.kept} kept and {summary.left_out} "
+            "quarantined",
+            "each row in exactly one place",
+            "report this as a defect",
+        )
+
+
+def _check_splits(cfg: IngestConfig, summary: Summary) -> None:
+    for name in SPLITS:
+        if not summary.splits[name]:
             raise DataError(
-                f"The {name} split is empty: {len(pairs)} pairs, validation_share "
+                f"The {name} split is empty: {summary.kept} pairs, validation_share "
                 f"{cfg.validation_share}, test_share {cfg.test_share}",
                 "at least one pair in each split",
                 "raise the share in the ingest section, or give more pairs",
             )
-    return splits
 
 
-def _count(accounts: _Accounts, splits: Mapping[str, Sequence[Pair]]) -> dict[str, int]:
-    reasons = Counter(row.reason for row in accounts.quarantined)
-    return {
-        "rows": accounts.rows,
-        "kept": len(accounts.pairs),
-        "quarantined": len(accounts.quarantined),
-        **{f"quarantined_{reason.value}": reasons[reason] for reason in QuarantineReason},
-        **{name: len(members) for name, members in splits.items()},
-    }
+def _name_of(files: Sequence[InputFile]) -> str:
+    return ", ".join(dict.fromkeys(file.source for file in files))
 
 
-def _write_splits(
-    directory: Path, splits: Mapping[str, Sequence[Pair]], rows_per_group: int
-) -> None:
-    for name, members in splits.items():
-        path = directory / f"{name}.parquet"
-        with RowGroupWriter(path, PAIR_SCHEMA, rows_per_group, sorted_by="source_line") as writer:
-            writer.write(pair_to_row(pair, name) for pair in members)
+def _draw_plots(summary: Summary, directory: Path) -> list[Path]:
+    # matplotlib is imported while rows are written, and only here.
+    from tasks.data.card_plots import draw_plots
 
-
-def _write_quarantine(
-    directory: Path, quarantined: Sequence[Quarantined], rows_per_group: int
-) -> None:
-    path = directory / "quarantine.parquet"
-    with RowGroupWriter(path, QUARANTINE_SCHEMA, rows_per_group, sorted_by="source_line") as writer:
-        writer.write({**asdict(row), "reason": row.reason.value} for row in quarantined)
+    return draw_plots(summary, directory)
 
 
 def _reload(ctx: StageContext) -> PreferenceDataset:

@@ -8,12 +8,13 @@ from typing import Literal
 from pydantic import BaseModel
 
 from tasks.artifacts import Manifest, ParentRef, file_sha256, read_manifest
-from tasks.config import STAGES
+from tasks.config import STAGES, SourceConfig
+from tasks.data.inputs import UNNAMED, digest_of, find_files
 from tasks.errors import ArtifactError, MissingInputError
 from tasks.references import LATEST, locate
 from tasks.tracking import RunRecord, Tracker
 
-RAW_KINDS = ("file", "model")
+RAW_KINDS = ("file", "files", "hub", "model")
 
 Status = Literal["present", "verified", "changed", "missing", "torn", "mismatch"]
 
@@ -173,6 +174,10 @@ def upstreams_of(run: RunRecord) -> dict[str, ParentRef]:
 def _raw_node(parent: ParentRef) -> LineageNode:
     path = Path(parent.path)
     node = LineageNode(**parent.model_dump(), status="present")
+    if parent.kind == "hub":
+        return node
+    if parent.kind == "files":
+        return _files_node(parent, node)
     if not path.exists():
         # A hub model is named by its id, which is no path here.
         return node.model_copy(update={"status": "missing", "note": "nothing is at this path now"})
@@ -182,4 +187,15 @@ def _raw_node(parent: ParentRef) -> LineageNode:
     if digest == parent.fingerprint:
         return node.model_copy(update={"status": "verified"})
     note = f"the file now has SHA-256 {digest[:12]}..., so it is not the one that was read"
+    return node.model_copy(update={"status": "changed", "note": note})
+
+
+def _files_node(parent: ParentRef, node: LineageNode) -> LineageNode:
+    try:
+        digest = digest_of(find_files(SourceConfig(name=UNNAMED, path=parent.path)))
+    except MissingInputError:
+        return node.model_copy(update={"status": "missing", "note": "nothing is there now"})
+    if digest == parent.fingerprint:
+        return node.model_copy(update={"status": "verified"})
+    note = f"the files now have SHA-256 {digest[:12]}..., so they are not what was read"
     return node.model_copy(update={"status": "changed", "note": note})

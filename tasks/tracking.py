@@ -265,9 +265,9 @@ class Tracker:
             _client(self.tracking_uri).log_artifact(run_id, str(path), directory or None)
 
     def log_dataset(
-        self, run_id: str, path: Path, name: str, fingerprint: str, context: str
+        self, run_id: str, path: Path | str, name: str, fingerprint: str, context: str
     ) -> None:
-        """Link a data file or dataset directory to a run, under the head of its fingerprint."""
+        """Link a data file, a directory or a hub data set to a run, under its fingerprint."""
         dataset = MetaDataset(
             source=resolve_dataset_source(str(path)), name=name, digest=fingerprint[:DIGEST_CHARS]
         )

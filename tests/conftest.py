@@ -253,3 +253,73 @@ def base(preferences: str) -> str:
     from tasks.loading_config import load_config
 
     return sft(load_config(SMALL_CHAIN).sft, preferences, RunOptions(reuse=True))
+
+
+class RecordingLog:
+    """Keeps what a stage reports."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+        self.notes: list[str] = []
+        self.events: list[str] = []
+        self.files: list[str] = []
+
+    def metrics(self, values: Any, step: int) -> None: ...
+
+    def progress(self, done: float, total: float, message: str = "") -> None:
+        self.seen.append((done, total))
+        self.notes.append(message)
+
+    def event(self, name: str, message: str) -> None:
+        self.events.append(f"{name}: {message}")
+
+    def trial(self, name: str, params: Any, metrics: Any) -> None: ...
+
+    def file(self, path: Path, directory: str = "") -> None:
+        assert path.stat().st_size
+        self.files.append(f"{directory}/{path.name}")
+
+
+@pytest.fixture
+def ingest_context(tmp_path: Path) -> Callable[[], Any]:
+    """A function that returns a context of stage ingest, each time in a workspace of its own."""
+    from tasks.artifacts import Draft
+    from tasks.context import StageContext
+    from tasks.workspace import Workspace
+
+    made: list[Path] = []
+
+    def make(root: Path | None = None) -> StageContext:
+        home = root or tmp_path / "var" / str(len(made))
+        made.append(home)
+        fingerprint = "f" * 64
+        return StageContext(
+            stage="ingest",
+            fingerprint=fingerprint,
+            workspace=Workspace(home),
+            checkpoint_dir=home / "checkpoints",
+            artifacts_dir=home / "data" / "ingest",
+            draft=Draft("preference_dataset", "ingest", fingerprint, config={}),
+            log=RecordingLog(),
+        )
+
+    return make
+
+
+@pytest.fixture
+def ingest(ingest_context: Callable[[], Any]) -> Callable[..., Any]:
+    """A function that ingests a file, or whatever the config names, and returns the dataset."""
+    from tasks.config import IngestConfig
+    from tasks.data.chunk_jobs import InputFile
+    from tasks.data.inputs import find_files, source_configs
+    from tasks.ingest import ingest_pairs
+
+    def run(file: Path | None = None, **settings_: Any) -> Any:
+        cfg = IngestConfig(**settings_)
+        if file is not None:
+            files = [InputFile(str(file), file.name, "demo", "demo", cfg.format)]
+        else:
+            files = [found for named in source_configs(cfg) for found in find_files(named)]
+        return ingest_pairs(ingest_context(), cfg, files)
+
+    return run

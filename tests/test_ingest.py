@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,62 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prefect.cache_policies import NO_CACHE
 
-from tasks.artifacts import Draft, PreferenceDataset
+from tasks.artifacts import PreferenceDataset
 from tasks.config import IngestConfig
-from tasks.context import StageContext
+from tasks.data.chunk_jobs import InputFile
 from tasks.data.pairs import SPLITS, iter_pairs, read_pairs, split_of
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.ingest import ingest_pairs, ingest_pairs_task, source_digest
-from tasks.workspace import Workspace
-
-
-@dataclass
-class ListLog:
-    """Keeps what a stage reports."""
-
-    seen: list[tuple[float, float]] = field(default_factory=list)
-    events: list[str] = field(default_factory=list)
-
-    def metrics(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def progress(self, done: float, total: float, message: str = "") -> None:
-        self.seen.append((done, total))
-
-    def event(self, name: str, message: str) -> None:
-        self.events.append(f"{name}: {message}")
-
-    def trial(
-        self, name: str, params: Mapping[str, float], metrics: Mapping[str, float]
-    ) -> None: ...
-
-    def file(self, path: Path, directory: str = "") -> None: ...
-
+from tasks.ingest import ingest_pairs, ingest_pairs_task
 
 Ingest = Callable[..., PreferenceDataset]
-
-
-def make_context(root: Path) -> StageContext:
-    fingerprint = "f" * 64
-    return StageContext(
-        stage="ingest",
-        fingerprint=fingerprint,
-        workspace=Workspace(root),
-        checkpoint_dir=root / "checkpoints",
-        artifacts_dir=root / "data" / "ingest",
-        draft=Draft("preference_dataset", "ingest", fingerprint, config={}),
-        log=ListLog(),
-    )
-
-
-@pytest.fixture
-def ingest(tmp_path: Path) -> Ingest:
-    roots = (tmp_path / "var" / str(number) for number in itertools.count())
-
-    def run(source: Path, **settings_: Any) -> PreferenceDataset:
-        cfg = IngestConfig(**settings_)
-        return ingest_pairs(make_context(next(roots)), cfg, source, "demo")
-
-    return run
+MakeContext = Callable[[], Any]
 
 
 def row(prompt: str, chosen: str, rejected: str) -> str:
@@ -119,8 +70,8 @@ def test_splits_share_no_prompt_and_keep_source_order(ingest: Ingest, shared_dat
     for split in SPLITS:
         lines = lines_of(dataset, split)
         assert lines == sorted(lines)
-        for pair in iter_pairs(dataset, split):
-            assert split_of(pair.prompt_id, 3, 0.1, 0.1) == split
+        groups = pq.read_table(dataset.split_path(split), columns=["group_id"])["group_id"]
+        assert {split_of(group, 3, 0.1, 0.1) for group in groups.to_pylist()} == {split}
 
 
 def test_row_groups_have_the_configured_size(ingest: Ingest, tmp_path: Path) -> None:
@@ -169,11 +120,10 @@ def test_blank_lines_are_no_rows(ingest: Ingest, tmp_path: Path) -> None:
     assert min(lines_of(dataset, split)[0] for split in SPLITS) == 2
 
 
-def test_progress_ends_at_the_whole_file(tmp_path: Path) -> None:
-    ctx = make_context(tmp_path / "var")
+def test_progress_ends_at_the_whole_file(ingest_context: MakeContext, tmp_path: Path) -> None:
+    ctx = ingest_context()
     source = write(tmp_path / "s.jsonl", GOOD_ROWS)
-    ingest_pairs(ctx, IngestConfig(), source, "demo")
-    assert isinstance(ctx.log, ListLog)
+    ingest_pairs(ctx, IngestConfig(), [InputFile(str(source), "s.jsonl", "demo", "demo")])
     assert ctx.log.seen[-1] == (source.stat().st_size, source.stat().st_size)
 
 
@@ -213,8 +163,6 @@ def test_broken_sources_leave_nothing_behind(
 def test_missing_source(ingest: Ingest, tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match=r"absent\.jsonl does not exist"):
         ingest(tmp_path / "absent.jsonl")
-    with pytest.raises(MissingInputError):
-        source_digest(tmp_path / "absent.jsonl")
 
 
 def test_splits_that_cannot_be_filled(ingest: Ingest, tmp_path: Path) -> None:
@@ -235,13 +183,6 @@ def test_edited_dataset_is_refused(ingest: Ingest, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ArtifactError, match=r"train\.parquet"):
         read_pairs(dataset, "train")
-
-
-def test_source_digest_is_the_sha256_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "s.jsonl"
-    path.write_bytes(b"abc")
-    # The first test vector of FIPS 180-2.
-    assert source_digest(path).startswith("ba7816bf8f01cfea414140de5dae2223")
 
 
 def test_task_wraps_the_plain_function_without_a_cache() -> None:
@@ -278,12 +219,14 @@ def test_accounts_close_on_any_mixture(ingest: Ingest, tmp_path: Path, lines: li
             assert reasons[name.removeprefix("quarantined_")] == count
 
 
-def test_the_left_out_rows_are_named_in_the_run(tmp_path: Path, shared_data: Path) -> None:
-    context = make_context(tmp_path)
+def test_the_left_out_rows_are_named_in_the_run(
+    ingest_context: MakeContext, shared_data: Path
+) -> None:
+    ctx = ingest_context()
     source = shared_data / "hh-rlhf" / "harmless-base" / "test.jsonl.gz"
-    ingest_pairs(context, IngestConfig(), source, "harmless-base")
-    assert isinstance(context.log, ListLog)
-    assert context.log.events == [
+    ingest_pairs(ctx, IngestConfig(), [InputFile(str(source), source.name, "h", "h")])
+    assert ctx.log.events == [
         "quarantined: 9 rows left out: empty_response (lines 87, 517, 926, 1104); "
         "prompt_mismatch (lines 1255, 1689, 1951, 1953, 2037)"
     ]
+    assert ctx.log.files == ["card/lengths.png", "card/rows.png"]

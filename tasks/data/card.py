@@ -4,98 +4,102 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Final
 
-from tasks.data.hh import Pair, Quarantined, QuarantineReason
+from tasks.data.keys import SPLITS
+from tasks.data.summary import Example, Summary, quantile
+from tasks.quarantine import REASONS
 
-_EXAMPLE_CHARS = 240
-_QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
-
-
-def quantile(values: Sequence[int], q: float) -> int:
-    r"""Return the value at rank $\max(1, \lceil q n \rceil)$ of the $n$ sorted values."""
-    ordered = sorted(values)
-    scaled = q * len(ordered)
-    rank = int(scaled) + (scaled > int(scaled))
-    return ordered[max(rank, 1) - 1]
+_QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def longer_wins_share(pairs: Sequence[Pair]) -> float:
-    """Return the share of pairs whose chosen response has more characters; a tie counts half."""
-    points = [
-        0.5 + 0.5 * ((len(p.chosen) > len(p.rejected)) - (len(p.chosen) < len(p.rejected)))
-        for p in pairs
-    ]
-    return sum(points) / len(points)
-
-
-def render_card(
-    subset: str,
-    source_name: str,
-    splits: Mapping[str, Sequence[Pair]],
-    quarantined: Sequence[Quarantined],
-) -> str:
+def render_card(name: str, source_names: Sequence[str], summary: Summary) -> str:
     """Return the data card; it depends on nothing but the data."""
-    pairs = [pair for members in splits.values() for pair in members]
-    rows = len(pairs) + len(quarantined)
     sections = [
-        f"# Preference pairs: {subset}",
-        f"Source `{source_name}`: {rows} rows, {len(pairs)} kept, {len(quarantined)} quarantined.",
+        f"# Preference pairs: {name}",
+        f"{_sources(source_names)}: {summary.rows} rows, {summary.kept} kept, "
+        f"{summary.left_out} quarantined.",
         "## Splits",
-        _split_table(splits),
-        "A prompt belongs to one split, with all its pairs.",
+        _split_table(summary, summary.prompts()),
+        "A prompt belongs to one split, with all its pairs. "
+        f"{summary.shared_rows} validation and test pairs begin like a conversation of train.",
+        "## Sources",
+        _source_table(summary),
         "## Lengths in characters",
-        _length_table(pairs),
-        f"The longer response is the chosen one in {longer_wins_share(pairs):.1%} of the pairs "
+        _length_table(summary),
+        f"The longer response is the chosen one in {summary.longer_wins_share:.1%} of the pairs "
         "(equal length counts half).",
-        f"Turns in a row with the same role: {sum(not pair.alternating for pair in pairs)} pairs, "
-        "kept (column `alternating`).",
+        f"Turns in a row with the same role: {summary.not_alternating} pairs, kept (column "
+        "`alternating`).",
+        f"Rows that repeat an earlier one: {summary.duplicate_share:.2%}.",
+        *_flag_section(summary.flags),
         "## Quarantined rows",
-        *_quarantine_sections(quarantined),
+        *_quarantine_sections(summary),
     ]
     return "\n\n".join(sections) + "\n"
 
 
+def _sources(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:8])
+    more = f" and {len(names) - 8} more files" if len(names) > 8 else ""
+    return f"Source {shown}{more}"
+
+
 def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
 
 
-def _split_table(splits: Mapping[str, Sequence[Pair]]) -> str:
-    rows = [
-        (name, len(pairs), len({pair.prompt_id for pair in pairs}))
-        for name, pairs in splits.items()
-    ]
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def _split_table(summary: Summary, prompts: Mapping[str, int]) -> str:
+    rows = [(name, summary.splits[name], prompts[name]) for name in SPLITS]
     return _table(("split", "pairs", "prompts"), rows)
 
 
-def _length_table(pairs: Sequence[Pair]) -> str:
-    lengths = {
-        "prompt": [sum(len(turn.content) for turn in pair.prompt) for pair in pairs],
-        "chosen": [len(pair.chosen) for pair in pairs],
-        "rejected": [len(pair.rejected) for pair in pairs],
-    }
+def _source_table(summary: Summary) -> str:
+    places = sorted({*summary.kept_of, *summary.left_out_of})
+    rows = [
+        (source, subset, summary.kept_of[source, subset], summary.left_out_of[source, subset])
+        for source, subset in places
+    ]
+    return _table(("source", "subset", "kept", "quarantined"), rows)
+
+
+def _length_table(summary: Summary) -> str:
     header = ("text", *(f"{q:.0%}" for q in _QUANTILES))
-    rows = [(name, *(quantile(chars, q) for q in _QUANTILES)) for name, chars in lengths.items()]
+    rows = [
+        (name, *(quantile(counts, q) for q in _QUANTILES))
+        for name, counts in summary.lengths.items()
+    ]
     return _table(header, rows)
 
 
-def _quarantine_sections(quarantined: Sequence[Quarantined]) -> list[str]:
-    if not quarantined:
+def _flag_section(flags: Mapping[str, int]) -> list[str]:
+    if not flags:
+        return []
+    rows = [(name, flags[name]) for name in REASONS if name in flags]
+    return ["## Kept with a flag", _table(("flag", "pairs"), rows)]
+
+
+def _quarantine_sections(summary: Summary) -> list[str]:
+    found = [reason for reason in REASONS if summary.reasons[reason]]
+    if not found:
         return ["None."]
-    sections = []
-    for reason in QuarantineReason:
-        rows = [row for row in quarantined if row.reason is reason]
-        if rows:
-            sections.append(_reason_section(reason, rows))
-    return sections
+    return [
+        _reason_section(reason, summary.reasons[reason], summary.examples[reason])
+        for reason in found
+    ]
 
 
-def _reason_section(reason: QuarantineReason, rows: Sequence[Quarantined]) -> str:
-    first = rows[0]
+def _reason_section(reason: str, count: int, first: Example) -> str:
     # JSON escapes keep control characters of a broken row out of the page.
-    raw = json.dumps(first.raw[:_EXAMPLE_CHARS], ensure_ascii=False)
-    ending = " ..." if len(first.raw) > _EXAMPLE_CHARS else ""
+    raw = json.dumps(first.raw, ensure_ascii=False)
+    ending = " ..." if first.is_cut else ""
     return (
-        f"### {reason.value}: {len(rows)}\n\n"
-        f"First at line {first.source_line}: {first.detail}\n\n    {raw}{ending}"
+        f"### {reason}: {count}\n\n"
+        f"First at line {first.source_line} of `{first.source_file}`: {first.detail}\n\n"
+        f"    {raw}{ending}"
     )

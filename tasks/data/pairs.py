@@ -8,34 +8,19 @@ from typing import Any, Final
 
 from tasks.artifacts import PreferenceDataset
 from tasks.data.hh import Message, Pair
+from tasks.data.keys import SPLITS, split_of
 from tasks.data.schemas import PAIR_SCHEMA, open_parquet
 from tasks.errors import ConfigError
 
-SPLITS: Final = ("train", "validation", "test")
-
-
-def split_of(prompt_id: str, seed: int, validation_share: float, test_share: float) -> str:
-    """Return the split of a prompt.
-
-    $u$ is the first 64 bits of the SHA-256 of seed and prompt_id, over $2^{64}$; test if $u < t$,
-    validation if $u < t + v$, else train. It depends on nothing else: rows that share a prompt stay
-    together, and a prompt keeps its split when rows are added to the source.
-
-    Raises:
-        ConfigError: the shares leave nothing to train on.
-    """
-    if validation_share + test_share >= 1.0:
-        raise ConfigError(
-            f"validation_share {validation_share} and test_share {test_share} add up to "
-            f"{validation_share + test_share:g}",
-            "less than 1",
-            "lower ingest.validation_share or ingest.test_share",
-        )
-    digest = hashlib.sha256(f"{seed}:{prompt_id}".encode()).digest()
-    position = int.from_bytes(digest[:8], "big") / 2**64
-    if position < test_share:
-        return "test"
-    return "validation" if position < test_share + validation_share else "train"
+__all__ = [
+    "SPLITS",
+    "fold_of",
+    "iter_pairs",
+    "pair_to_row",
+    "read_pairs",
+    "row_to_pair",
+    "split_of",
+]
 
 
 def fold_of(prompt_id: str, n_folds: int) -> int:
@@ -44,24 +29,29 @@ def fold_of(prompt_id: str, n_folds: int) -> int:
 
 
 def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
-    """Return the Parquet row of a pair."""
+    """Return the Parquet row of a pair that is a group of its own."""
     return {
         "pair_id": pair.pair_id,
         "prompt_id": pair.prompt_id,
+        "group_id": pair.prompt_id,
         "split": split,
+        "source": pair.subset,
         "subset": pair.subset,
         "prompt": [{"role": turn.role, "content": turn.content} for turn in pair.prompt],
         "chosen": pair.chosen,
         "rejected": pair.rejected,
         "n_turns": pair.n_turns,
+        "prompt_chars": sum(len(turn.content) for turn in pair.prompt),
         "chosen_chars": len(pair.chosen),
         "rejected_chars": len(pair.rejected),
         "alternating": pair.alternating,
+        "flags": [],
         "chosen_logprob": pair.logged[0] if pair.logged else None,
         "rejected_logprob": pair.logged[1] if pair.logged else None,
         "margin": pair.margin,
         "source_file": pair.source_file,
         "source_line": pair.source_line,
+        "row_number": pair.source_line,
     }
 
 

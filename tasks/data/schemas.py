@@ -14,40 +14,59 @@ import pyarrow.parquet as pq
 from tasks.errors import ArtifactError, DataError
 
 SCHEMA_VERSION: Final = 2
+PAIR_SCHEMA_VERSION: Final = 3
+_RENDERER_KEY: Final = b"rlhf.renderer"
 _NAME_KEY: Final = b"rlhf.schema"
 _VERSION_KEY: Final = b"rlhf.schema_version"
 
 
-def make_schema(name: str, fields: Sequence[tuple[str, pa.DataType, bool]]) -> pa.Schema:
-    """Return a named schema of this version; a field is name, type, and whether it may be null."""
-    metadata = {_NAME_KEY: name.encode(), _VERSION_KEY: str(SCHEMA_VERSION).encode()}
+def make_schema(
+    name: str, fields: Sequence[tuple[str, pa.DataType, bool]], version: int = SCHEMA_VERSION
+) -> pa.Schema:
+    """Return a named schema of a version; a field is name, type, and whether it may be null."""
+    metadata = {_NAME_KEY: name.encode(), _VERSION_KEY: str(version).encode()}
     return pa.schema([pa.field(*field) for field in fields], metadata=metadata)
 
 
-_MESSAGE: Final = pa.struct(
+MESSAGE_TYPE: Final = pa.struct(
     [pa.field("role", pa.string(), False), pa.field("content", pa.large_string(), False)]
 )
+
+_FLAGS: Final = pa.list_(pa.field("element", pa.string(), False))
+_TOKEN_IDS: Final = pa.list_(pa.field("element", pa.int32(), False))
 
 PAIR_SCHEMA: Final = make_schema(
     "preference_pair",
     [
         ("pair_id", pa.string(), False),
         ("prompt_id", pa.string(), False),
+        ("group_id", pa.string(), False),
         ("split", pa.string(), False),
+        ("source", pa.string(), False),
         ("subset", pa.string(), False),
-        ("prompt", pa.list_(pa.field("element", _MESSAGE, False)), False),
+        ("prompt", pa.list_(pa.field("element", MESSAGE_TYPE, False)), False),
         ("chosen", pa.large_string(), False),
         ("rejected", pa.large_string(), False),
         ("n_turns", pa.int32(), False),
+        ("prompt_chars", pa.int32(), False),
         ("chosen_chars", pa.int32(), False),
         ("rejected_chars", pa.int32(), False),
         ("alternating", pa.bool_(), False),
+        ("flags", _FLAGS, False),
+        ("chosen_score", pa.float64(), True),
+        ("rejected_score", pa.float64(), True),
+        ("margin", pa.float64(), True),
         ("chosen_logprob", pa.float64(), True),
         ("rejected_logprob", pa.float64(), True),
-        ("margin", pa.float64(), True),
         ("source_file", pa.string(), False),
         ("source_line", pa.int64(), False),
+        ("row_number", pa.int64(), False),
     ],
+    PAIR_SCHEMA_VERSION,
+)
+
+TOKEN_FIELDS: Final = tuple(
+    pa.field(name, _TOKEN_IDS, True) for name in ("prompt_ids", "chosen_ids", "rejected_ids")
 )
 
 QUARANTINE_SCHEMA: Final = make_schema(
@@ -55,11 +74,29 @@ QUARANTINE_SCHEMA: Final = make_schema(
     [
         ("reason", pa.string(), False),
         ("detail", pa.string(), True),
+        ("source", pa.string(), False),
+        ("subset", pa.string(), False),
         ("source_file", pa.string(), False),
         ("source_line", pa.int64(), False),
+        ("row_number", pa.int64(), False),
         ("raw", pa.large_string(), False),
+        ("raw_bytes", pa.large_binary(), True),
     ],
+    PAIR_SCHEMA_VERSION,
 )
+
+
+def with_tokens(renderer_fingerprint: str) -> pa.Schema:
+    """Return the schema of pairs that also have their token ids, by this renderer."""
+    schema = pa.schema([*PAIR_SCHEMA, *TOKEN_FIELDS], metadata=PAIR_SCHEMA.metadata)
+    metadata = {**PAIR_SCHEMA.metadata, _RENDERER_KEY: renderer_fingerprint.encode()}
+    return schema.with_metadata(metadata)
+
+
+def renderer_of(schema: pa.Schema) -> str | None:
+    """Return the fingerprint of the renderer of a file's token ids, or None when it has none."""
+    found = (schema.metadata or {}).get(_RENDERER_KEY)
+    return found.decode() if found is not None else None
 
 
 def to_table(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.Table:
@@ -158,7 +195,7 @@ class RowGroupWriter:
                 self._flush()
             self._close()
             if kind is None:
-                _publish(self._temporary, self.path)
+                publish_file(self._temporary, self.path)
         finally:
             self._close()
             self._temporary.unlink(missing_ok=True)
@@ -187,7 +224,8 @@ class RowGroupWriter:
             self._pending = []
 
 
-def _publish(temporary: Path, path: Path) -> None:
+def publish_file(temporary: Path, path: Path) -> None:
+    """Give a complete file its final name, durably."""
     with temporary.open("rb") as handle:
         os.fsync(handle.fileno())
     temporary.replace(path)
@@ -213,7 +251,8 @@ def open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetFile:
     expected = _identity(schema)
     if _identity(found) != expected:
         raise ArtifactError(f"{path} has schema {_identity(found)}", str(expected), fix)
-    if not found.equals(schema, check_metadata=False):
+    bare = pa.schema([f for f in found if f not in TOKEN_FIELDS]) if renderer_of(found) else found
+    if not bare.equals(schema, check_metadata=False):
         changed = sorted(set(map(str, found)) ^ set(map(str, schema)))
         raise ArtifactError(f"{path} has other columns: {changed}", f"schema {expected}", fix)
     return file

@@ -14,6 +14,7 @@ from typing import Final
 from tasks.errors import DataError, MissingInputError
 
 MAX_LINE_BYTES: Final = 16 * 2**20
+GZIP_ERRORS: Final = (EOFError, zlib.error, gzip.BadGzipFile)
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _BOM: Final = b"\xef\xbb\xbf"
 _OTHER_FORMATS: Final = {
@@ -74,24 +75,42 @@ def read_lines(path: Path) -> Iterator[SourceLine]:
     try:
         with ExitStack() as stack:
             raw = stack.enter_context(path.open("rb"))
-            for number, line in enumerate(_open_text(path, raw, stack), start=1):
+            handle = open_text(path, raw, stack)
+            lines = iter(lambda: handle.readline(MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, start=1):
                 _check_line(path, number, line)
                 text = line.removeprefix(_BOM) if number == 1 else line
                 if text.strip():
                     yield SourceLine(number, text.rstrip(b"\r\n"), raw.tell())
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(
-            f"{path} is corrupt gzip after line {number}: {error}",
-            "a complete gzip file",
-            "download or copy the file again",
-        ) from error
+    except GZIP_ERRORS as error:
+        raise corrupt_gzip(path, number, error) from error
     except PermissionError as error:
-        raise MissingInputError(
-            f"{path} may not be read: {error.strerror}", "a readable file", "change its permissions"
-        ) from error
+        raise unreadable(path, error) from error
 
 
-def _open_text(path: Path, raw: BufferedReader, stack: ExitStack) -> Iterator[bytes]:
+def corrupt_gzip(path: Path, line: int, error: BaseException, near_byte: int = 0) -> DataError:
+    """Return the error of a gzip file that does not unpack."""
+    where = f", near byte {near_byte} of the file" if near_byte else ""
+    return DataError(
+        f"{path} is corrupt gzip after line {line}{where}: {error}",
+        "a complete gzip file",
+        "download or copy the file again",
+    )
+
+
+def unreadable(path: Path, error: OSError) -> MissingInputError:
+    """Return the error of a file that may not be read."""
+    return MissingInputError(
+        f"{path} may not be read: {error.strerror}", "a readable file", "change its permissions"
+    )
+
+
+def open_text(path: Path, raw: BufferedReader, stack: ExitStack) -> BufferedReader | gzip.GzipFile:
+    """Return a handle of the text, unpacked; gzip is recognised by content, not by name.
+
+    Raises:
+        DataError: another format.
+    """
     head = raw.peek(32)
     handle: BufferedReader | gzip.GzipFile = raw
     if head.startswith(_GZIP_MAGIC):
@@ -101,7 +120,7 @@ def _open_text(path: Path, raw: BufferedReader, stack: ExitStack) -> Iterator[by
     elif path.suffix == ".gz":
         raise DataError(f"{path} is named .gz but is not gzip", "a gzip file", _FIX)
     _check_head(path, head)
-    return iter(lambda: handle.readline(MAX_LINE_BYTES + 1), b"")
+    return handle
 
 
 def _check_head(path: Path, head: bytes) -> None:

@@ -45,8 +45,9 @@ from tasks.backends.cluster import cluster_session
 from tasks.backends.roles import Batch, RoleSpec, Row
 from tasks.backends.session import Session, open_session, to_tensordict
 from tasks.config import OptimizerConfig, RenderingConfig, RuntimeConfig
-from tasks.data.hh import Pair, parse_line
+from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.data.rows import parse_line
 from tasks.data.source import read_lines
 from tasks.models.sources import resolve_model
 from tasks.models.tiny import TinySpec, build_tiny_model

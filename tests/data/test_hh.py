@@ -17,12 +17,12 @@ from tasks.data.hh import (
     Message,
     Pair,
     Quarantined,
-    QuarantineReason,
     make_prompt_id,
     orient_scored,
-    parse_line,
     parse_transcript,
 )
+from tasks.data.rows import parse_line
+from tasks.quarantine import QuarantineReason
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 
@@ -91,7 +91,7 @@ def test_scored_rows_take_the_better_text_as_chosen() -> None:
     row = parse({"text": texts, "score": [0.5, 1.5]})
     assert isinstance(row, Pair)
     assert (row.chosen, row.rejected) == ("better", "worse")
-    assert reason_of(parse({"text": texts, "score": [1, 1.0]})) == "tied_scores"
+    assert reason_of(parse({"text": texts, "score": [1, 1.0]})) == "tie"
     for score in ([1], [1, "2"], [True, False], [1, float("nan")], [1, None]):
         assert reason_of(parse({"text": texts, "score": score})) == "wrong_type"
 

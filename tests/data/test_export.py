@@ -1,0 +1,117 @@
+"""Exports: the loaders of verl and TRL take them, and ingestion reads its own again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from datasets import load_dataset
+
+from tasks.artifacts import PreferenceDataset
+from tasks.data.export import export_dataset
+from tasks.data.pairs import SPLITS, read_pairs
+from tasks.errors import ConfigError
+
+Ingest = Callable[..., PreferenceDataset]
+H, A = "\n\nHuman: ", "\n\nAssistant: "
+
+
+@pytest.fixture
+def dataset(ingest: Ingest, tmp_path: Path) -> PreferenceDataset:
+    heads = [f"{H}question {n}{A}so?{H}yes{A}" for n in range(60)]
+    rows = [{"chosen": f"{h}good", "rejected": f"{h}bad", "margin": n} for n, h in enumerate(heads)]
+    path = tmp_path / "s.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ingest(path)
+
+
+def test_json_lines_are_ingested_again(
+    dataset: PreferenceDataset, ingest: Ingest, tmp_path: Path
+) -> None:
+    written = export_dataset(dataset, "jsonl", tmp_path / "out")
+    assert sum(written.values()) == 60
+    again = ingest(source=str(tmp_path / "out"), splits={"assign": "file"})
+    for split in ("validation", "test"):
+        before, after = (read_pairs(d, split) for d in (dataset, again))
+        assert [(p.pair_id, p.margin) for p in before] == [(p.pair_id, p.margin) for p in after]
+
+
+def test_verl_rows_are_ingested_again(
+    dataset: PreferenceDataset, ingest: Ingest, tmp_path: Path
+) -> None:
+    export_dataset(dataset, "verl", tmp_path / "out")
+    again = ingest(source=str(tmp_path / "out" / "rl"), splits={"assign": "file"})
+    found = {pair.pair_id for split in SPLITS for pair in read_pairs(again, split)}
+    assert found == {pair.pair_id for split in SPLITS for pair in read_pairs(dataset, split)}
+
+
+def test_trl_takes_a_conversational_preference_dataset(
+    dataset: PreferenceDataset, tmp_path: Path
+) -> None:
+    written = export_dataset(dataset, "trl", tmp_path / "out")
+    loaded = load_dataset(str(tmp_path / "out"), cache_dir=str(tmp_path / "cache"))
+    assert {name: loaded[name].num_rows for name in loaded} == {
+        path.stem: rows for path, rows in written.items()
+    }
+    row = loaded["train"][0]
+    # The explicit-prompt conversational format: three lists of messages.
+    assert set(row) == {"prompt", "chosen", "rejected"}
+    assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+    assert row["chosen"] == [{"role": "assistant", "content": "good"}]
+    assert row["rejected"] == [{"role": "assistant", "content": "bad"}]
+
+
+@pytest.mark.slow
+def test_verl_loads_each_table_with_its_own_classes(
+    dataset: PreferenceDataset, tmp_path: Path, model_dir: Path
+) -> None:
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.dataset.rm_dataset import RMDataset
+
+    written = export_dataset(dataset, "verl", tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    train = {path.parent.name: str(path) for path in written if path.stem == "train"}
+    n_rows = dataset.manifest.counts["train"]
+    config = OmegaConf.create(
+        {"cache_dir": str(tmp_path / "cache"), "filter_overlong_prompts_workers": 1}
+    )
+    prompts = RLHFDataset(data_files=train["rl"], tokenizer=tokenizer, config=config)
+    assert len(prompts) == n_rows
+    item = prompts[0]
+    assert item["reward_model"]["ground_truth"] == "good"
+    assert item["extra_info"]["rejected"] == "bad"
+    assert item["raw_prompt"][0]["role"] == "user"
+    pairs = RMDataset(train["rm"], tokenizer, max_length=256)
+    assert len(pairs) == n_rows
+    assert tuple(pairs[0]["input_ids"].shape) == (2, 256)
+    texts = tokenizer.batch_decode(pairs[0]["input_ids"])
+    assert "question 0" in texts[0] and " good" in texts[0] and " bad" in texts[1]
+    supervised = MultiTurnSFTDataset(train["sft"], tokenizer, OmegaConf.create({}))
+    assert len(supervised) == n_rows
+    assert int(supervised[0]["loss_mask"].sum()) > 0
+
+
+def test_exports_appear_whole_or_not_at_all(
+    dataset: PreferenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="--to is 'csv'"):
+        export_dataset(dataset, "csv", tmp_path / "out")
+    export_dataset(dataset, "jsonl", tmp_path / "out")
+    with pytest.raises(ConfigError, match="is there already"):
+        export_dataset(dataset, "jsonl", tmp_path / "out")
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", fail)
+    with pytest.raises(KeyboardInterrupt):
+        export_dataset(dataset, "trl", tmp_path / "trl")
+    assert not (tmp_path / "trl").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
