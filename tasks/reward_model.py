@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from torch import Tensor
@@ -44,14 +45,25 @@ class TrainedComponent:
     Args:
         component: its members, where they were trained, with statistics.
         splits: the pairs it is about.
+        members: (K, N) raw scores of the responses of all pairs, by split.
+        own: rows of ``members`` that are about its own pairs, by split.
         labels: what held-out members say of its training labels, if they were asked.
-        plain: a member trained on the labels as they are, if it was asked for.
     """
 
     component: RewardComponent
     splits: Splits
+    members: Mapping[str, Tensor]
+    own: Mapping[str, Tensor]
     labels: CrossFit | None
-    plain: RewardComponent | None
+
+    def scores(self, split: str) -> ComponentScores:
+        """Return the scores of the responses of all pairs."""
+        means = torch.tensor(self.component.member_means)
+        return ComponentScores(self.members[split], means, self.component.std)
+
+    def own_raw(self, split: str) -> Tensor:
+        """Return the raw scores of the responses of its own pairs."""
+        return self.members[split].mean(dim=0)[self.own[split]]
 
 
 @task(name="train-reward-model", cache_policy=NO_CACHE)
@@ -77,8 +89,8 @@ def train_reward_model(
     trainer = MemberTrainer(
         open_session(cfg.runtime, ctx.log), cfg, base.model_dir, ctx.checkpoint_dir, ctx.log
     )
-    trained = [_train_component(ctx, trainer, name, part) for name, part in own.items()]
-    return ctx.publish(RewardModelCheckpoint, partial(_fill, ctx, trainer.session, trained, splits))
+    trained = [_train_component(ctx, trainer, name, part, splits) for name, part in own.items()]
+    return ctx.publish(RewardModelCheckpoint, partial(_fill, ctx, trained, splits))
 
 
 def _counts(splits: Splits) -> dict[str, int]:
@@ -110,16 +122,17 @@ def _select(name: str, wanted: RewardComponentConfig, splits: Splits) -> Splits:
 
 
 def _train_component(
-    ctx: StageContext, trainer: MemberTrainer, name: str, splits: Splits
+    ctx: StageContext, trainer: MemberTrainer, name: str, own: Splits, splits: Splits
 ) -> TrainedComponent:
     cfg = trainer.cfg
-    rated = rated_margins([pair.margin for pair in splits["train"].pairs], cfg.loss.margin_scale)
-    train = LabelledPairs(splits["train"].rendered, margins=rated)
-    validation = splits["validation"].rendered
-    labels, plain = None, None
+    rated = rated_margins([pair.margin for pair in own["train"].pairs], cfg.loss.margin_scale)
+    train = LabelledPairs(own["train"].rendered, margins=rated)
+    validation = own["validation"].rendered
     if cfg.noise.compare:
-        directory = trainer.fit(f"{name}-plain", cfg.seed, train, validation)
-        plain = RewardComponent(name, (directory,), (0.0,), 1.0)
+        plain = (trainer.fit(f"{name}-plain", cfg.seed, train, validation),)
+        found = _accuracy(_member_scores(trainer.session, name, plain, own["test"])[0])
+        ctx.draft.metrics[f"{name}.plain_test_accuracy"] = found
+    labels = None
     if cfg.noise.method != "none":
         labels = cross_fit(trainer, name, cfg.seed, train, validation)
         ctx.draft.metrics[f"{name}.contradicted_share"] = labels.contradicted_share
@@ -131,17 +144,49 @@ def _train_component(
         step = trainer.selected_step(member)
         if step is not None:
             ctx.draft.metrics[f"{member}.selected_step"] = float(step)
-    raw = RewardComponent(name, tuple(members), (0.0,) * len(members), 1.0)
-    scores = _score(trainer.session, raw, splits["train"])
-    mean, std = _statistics(scores.raw, name)
+    return _with_statistics(ctx, trainer.session, name, tuple(members), (own, splits), labels)
+
+
+def _with_statistics(
+    ctx: StageContext,
+    session: Session,
+    name: str,
+    member_dirs: tuple[Path, ...],
+    splits: tuple[Splits, Splits],
+    labels: CrossFit | None,
+) -> TrainedComponent:
+    """Score every response once; ``splits`` are the component's own pairs and all pairs."""
+    own, everything = splits
+    members = {
+        split: _member_scores(session, name, member_dirs, part)
+        for split, part in everything.items()
+    }
+    rows = {split: _rows_of(own[split], part) for split, part in everything.items()}
+    train = members["train"][:, rows["train"]]
+    mean, std = _statistics(train.mean(dim=0), name)
     ctx.draft.metrics |= {f"{name}.score_mean": mean, f"{name}.score_std": std}
-    means = tuple(scores.members.mean(dim=1).tolist())
-    return TrainedComponent(replace(raw, member_means=means, std=std), splits, labels, plain)
+    if len(member_dirs) > 1:
+        first = _accuracy(members["test"][0][rows["test"]])
+        ctx.draft.metrics[f"{name}.first_member_test_accuracy"] = first
+    component = RewardComponent(name, member_dirs, tuple(train.mean(dim=1).tolist()), std)
+    return TrainedComponent(component, own, members, rows, labels)
 
 
-def _score(session: Session, component: RewardComponent, part: Responses) -> ComponentScores:
-    scorer = RewardScorer.load_components(session, {component.name: component})
-    return scorer.score(part.rows).components[component.name]
+def _rows_of(own: Responses, everything: Responses) -> Tensor:
+    """Return the rows that the responses of a component's own pairs have among those of all
+    pairs."""
+    place = {pair.pair_id: index for index, pair in enumerate(everything.rendered)}
+    pairs = torch.tensor([place[pair.pair_id] for pair in own.rendered])
+    return (2 * pairs[:, None] + torch.arange(2)).flatten()
+
+
+def _member_scores(
+    session: Session, name: str, member_dirs: tuple[Path, ...], part: Responses
+) -> Tensor:
+    """Return (K, N) raw scores of members that have no statistics yet."""
+    raw = RewardComponent(name, member_dirs, (0.0,) * len(member_dirs), 1.0)
+    scorer = RewardScorer.load_components(session, {name: raw})
+    return scorer.score(part.rows).components[name].members
 
 
 def _statistics(scores: Tensor, name: str) -> tuple[float, float]:
@@ -157,19 +202,20 @@ def _statistics(scores: Tensor, name: str) -> tuple[float, float]:
     return mean, std
 
 
+def _accuracy(scores: Tensor) -> float:
+    return pair_accuracy(scores[0::2] - scores[1::2]).value
+
+
 def _fill(
-    ctx: StageContext,
-    session: Session,
-    trained: Sequence[TrainedComponent],
-    splits: Splits,
-    directory: Path,
+    ctx: StageContext, trained: Sequence[TrainedComponent], splits: Splits, directory: Path
 ) -> None:
     """Write members, statistics, scores and reports."""
-    ctx.draft.metrics |= _compare(session, trained)
     components = [_publish_members(part.component, directory) for part in trained]
     write_reward_components(directory, components)
-    scorer = RewardScorer.load_components(session, {c.name: c for c in components})
-    scores = {name: scorer.score(responses.rows) for name, responses in splits.items()}
+    scores = {
+        split: RewardScores({part.component.name: part.scores(split) for part in trained})
+        for split in splits
+    }
     write_pair_scores(directory / "pair_scores.parquet", _pair_scores(trained, splits, scores))
     report = _report(splits, {name: found.raw for name, found in scores.items()})
     ctx.draft.metrics |= report.metrics()
@@ -178,8 +224,7 @@ def _fill(
         return
     for part in trained:
         name = part.component.name
-        raw = {split: _score(session, part.component, r).raw for split, r in part.splits.items()}
-        report = _report(part.splits, raw)
+        report = _report(part.splits, {split: part.own_raw(split) for split in part.splits})
         ctx.draft.metrics |= {f"{name}.{key}": value for key, value in report.metrics().items()}
         _write_report(ctx, report, directory, f"report/{name}")
 
@@ -195,26 +240,6 @@ def _publish_members(component: RewardComponent, directory: Path) -> RewardCompo
         if adapter.is_dir():
             shutil.copytree(adapter, directory / "adapters" / name)
     return replace(component, member_dirs=tuple(placed))
-
-
-def _compare(session: Session, trained: Sequence[TrainedComponent]) -> dict[str, float]:
-    """Return the accuracy of a plain member and of the first one alone, where there is more."""
-    metrics = {}
-    for part in trained:
-        name, test = part.component.name, part.splits["test"]
-        alone = {"plain": part.plain}
-        if len(part.component.member_dirs) > 1:
-            first = part.component.member_dirs[:1], part.component.member_means[:1]
-            alone["first_member"] = RewardComponent(name, *first, part.component.std)
-        for label, component in alone.items():
-            if component is not None:
-                accuracy = pair_accuracy(_margins(_score(session, component, test).raw))
-                metrics[f"{name}.{label}_test_accuracy"] = accuracy.value
-    return metrics
-
-
-def _margins(scores: Tensor) -> Tensor:
-    return scores[0::2] - scores[1::2]
 
 
 def _report(splits: Splits, scores: Mapping[str, Tensor]) -> RewardReport:
