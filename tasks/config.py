@@ -233,6 +233,17 @@ class PipelineConfig(Section):
     distill: DistillConfig = DistillConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
 
+    @model_validator(mode="after")
+    def _check_components(self) -> Self:
+        known = {f"reward_model.{name}" for name in self.reward_model.components}
+        wanted = {n for n in self.offline_ppo.reward.components if n.startswith("reward_model.")}
+        if wanted - known:
+            raise ValueError(
+                f"offline_ppo.reward.components names {sorted(wanted - known)}, but "
+                f"reward_model.components makes {sorted(known)}"
+            )
+        return self
+
 
 def identity_fields(section: BaseModel) -> dict[str, Any]:
     """Return the fields of a section that change what a stage produces, nested, as plain JSON

@@ -74,14 +74,14 @@ class RewardConfig(Section):
         unknown = {
             name
             for name in self.components
-            if name not in known and not name.startswith("reward_model.")
+            if name not in known and name.removeprefix("reward_model.") in ("", name)
         }
         if unknown or not self.components:
             raise ValueError(
                 f"unknown components {sorted(unknown)}; choose one or more of {sorted(known)}, or "
                 "reward_model.<component> for one component of the reward model"
             )
-        if all(weight == 0.0 for weight in self.components.values()):
+        if self.search is None and all(weight == 0.0 for weight in self.components.values()):
             raise ValueError("all component weights are zero; give at least one a weight")
         self._check_search()
         if self.kl_target is not None and self.kl_coef == 0.0:
@@ -101,11 +101,13 @@ class RewardConfig(Section):
                 "out or give the weights"
             )
         n = len(self.components)
+        if n < 2:
+            raise ValueError("search weighs components against each other; name a second one")
         n_points = comb(self.search.resolution + n - 1, n - 1)
-        if not 2 <= n_points <= MAX_SEARCH_POINTS:
+        if n_points > MAX_SEARCH_POINTS:
             raise ValueError(
-                f"search.resolution {self.search.resolution} over {n} component(s) makes "
-                f"{n_points} grid point(s), not 2 to {MAX_SEARCH_POINTS}"
+                f"search.resolution {self.search.resolution} over {n} components makes {n_points} "
+                f"grid points, more than {MAX_SEARCH_POINTS}; lower it"
             )
 
 

@@ -20,6 +20,10 @@ from tasks.config_shared import (
     check_shares,
 )
 
+MAX_NAME_CHARS = 40
+# What scoring a file adds by itself.
+RESERVED_NAMES = frozenset({"raw", "disagreement", "error"})
+
 
 class RewardComponentConfig(Section):
     """What one component of the reward learns from."""
@@ -109,13 +113,24 @@ class RewardModelConfig(StageConfig):
     def _check(self) -> Self:
         check_shares("batch_pairs", self.batch_pairs, self.runtime)
         check_budget(self.rendering, self.runtime, rows=2)
-        for name in self.components:
-            if not name.replace("_", "").replace("-", "").isalnum() or not name.isascii():
-                raise ValueError(
-                    f"component name {name!r} must be letters, digits, '-' and '_' only"
-                )
+        self._check_names()
+        if self.noise.method == "none" and (self.noise.keep_folds or self.noise.compare):
+            raise ValueError("noise.keep_folds and noise.compare need a noise.method")
         if self.freeze_backbone and self.lora is not None:
             raise ValueError("freeze_backbone trains the head alone; give it or lora, not both")
         if self.held_out.stop_after is not None and not self.held_out.select_best:
             raise ValueError("held_out.stop_after needs held_out.select_best")
         return self
+
+    def _check_names(self) -> None:
+        for name in self.components:
+            plain = name.replace("_", "").replace("-", "")
+            if not plain.isalnum() or not plain.isascii() or len(name) > MAX_NAME_CHARS:
+                raise ValueError(
+                    f"component name {name!r} must be up to {MAX_NAME_CHARS} letters, digits, '-' "
+                    "and '_'"
+                )
+            if name.lower() in RESERVED_NAMES:
+                raise ValueError(f"component name {name!r} is the name of a score field")
+        if len({name.lower() for name in self.components}) < len(self.components):
+            raise ValueError("component names must differ in more than upper and lower case")

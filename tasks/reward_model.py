@@ -61,9 +61,9 @@ class TrainedComponent:
         means = torch.tensor(self.component.member_means)
         return ComponentScores(self.members[split], means, self.component.std)
 
-    def own_raw(self, split: str) -> Tensor:
-        """Return the raw scores of the responses of its own pairs."""
-        return self.members[split].mean(dim=0)[self.own[split]]
+    def own_scores(self, split: str) -> ComponentScores:
+        """Return the scores of the responses of its own pairs."""
+        return replace(self.scores(split), members=self.members[split][:, self.own[split]])
 
 
 @task(name="train-reward-model", cache_policy=NO_CACHE)
@@ -129,9 +129,9 @@ def _train_component(
     train = LabelledPairs(own["train"].rendered, margins=rated)
     validation = own["validation"].rendered
     if cfg.noise.compare:
-        plain = (trainer.fit(f"{name}-plain", cfg.seed, train, validation),)
-        found = _accuracy(_member_scores(trainer.session, name, plain, own["test"])[0])
-        ctx.draft.metrics[f"{name}.plain_test_accuracy"] = found
+        plain = (trainer.fit(f"{name}.plain", cfg.seed, train, validation),)
+        scores = _load_members(trainer.session, name, plain).score(own["test"].rows)
+        ctx.draft.metrics[f"{name}.plain_test_accuracy"] = _accuracy(scores.raw)
     labels = None
     if cfg.noise.method != "none":
         labels = cross_fit(trainer, name, cfg.seed, train, validation)
@@ -139,7 +139,7 @@ def _train_component(
         train = with_trust(train, labels.trust, cfg.noise.method)
     members = list(labels.members) if labels is not None and cfg.noise.keep_folds else []
     for index in range(cfg.members):
-        member = f"{name}-{index}"
+        member = f"{name}.{index}"
         members.append(trainer.fit(member, cfg.seed + index, train, validation))
         step = trainer.selected_step(member)
         if step is not None:
@@ -157,10 +157,12 @@ def _with_statistics(
 ) -> TrainedComponent:
     """Score every response once; ``splits`` are the component's own pairs and all pairs."""
     own, everything = splits
+    scorer = _load_members(session, name, member_dirs)
     members = {
-        split: _member_scores(session, name, member_dirs, part)
+        split: scorer.score(part.rows).components[name].members
         for split, part in everything.items()
     }
+    session.drop()  # the members that train next need the memory
     rows = {split: _rows_of(own[split], part) for split, part in everything.items()}
     train = members["train"][:, rows["train"]]
     mean, std = _statistics(train.mean(dim=0), name)
@@ -180,13 +182,10 @@ def _rows_of(own: Responses, everything: Responses) -> Tensor:
     return (2 * pairs[:, None] + torch.arange(2)).flatten()
 
 
-def _member_scores(
-    session: Session, name: str, member_dirs: tuple[Path, ...], part: Responses
-) -> Tensor:
-    """Return (K, N) raw scores of members that have no statistics yet."""
+def _load_members(session: Session, name: str, member_dirs: tuple[Path, ...]) -> RewardScorer:
+    """Put members that have no statistics yet into the workers."""
     raw = RewardComponent(name, member_dirs, (0.0,) * len(member_dirs), 1.0)
-    scorer = RewardScorer.load_components(session, {name: raw})
-    return scorer.score(part.rows).components[name].members
+    return RewardScorer.load_components(session, {name: raw})
 
 
 def _statistics(scores: Tensor, name: str) -> tuple[float, float]:
@@ -217,14 +216,15 @@ def _fill(
         for split in splits
     }
     write_pair_scores(directory / "pair_scores.parquet", _pair_scores(trained, splits, scores))
-    report = _report(splits, {name: found.raw for name, found in scores.items()})
+    report = _report(splits, {split: _judged(found) for split, found in scores.items()})
     ctx.draft.metrics |= report.metrics()
     _write_report(ctx, report, directory, "report")
     if len(trained) == 1:
         return
     for part in trained:
         name = part.component.name
-        report = _report(part.splits, {split: part.own_raw(split) for split in part.splits})
+        own = {split: _judged(RewardScores({name: part.own_scores(split)})) for split in splits}
+        report = _report(part.splits, own)
         ctx.draft.metrics |= {f"{name}.{key}": value for key, value in report.metrics().items()}
         _write_report(ctx, report, directory, f"report/{name}")
 
@@ -233,7 +233,7 @@ def _publish_members(component: RewardComponent, directory: Path) -> RewardCompo
     """Copy the members, and adapters that they were merged from, into the artefact."""
     placed = []
     for index, source in enumerate(component.member_dirs):
-        name = f"{component.name}-{index}"
+        name = f"{component.name}.{index}"
         placed.append(directory / "members" / name)
         shutil.copytree(source, placed[-1])
         adapter = source.with_name("adapter")
@@ -242,10 +242,20 @@ def _publish_members(component: RewardComponent, directory: Path) -> RewardCompo
     return replace(component, member_dirs=tuple(placed))
 
 
-def _report(splits: Splits, scores: Mapping[str, Tensor]) -> RewardReport:
+def _judged(scores: RewardScores) -> tuple[Tensor, Tensor | None]:
+    """Return the scores that are used, log odds of one component or the mean of several, and how
+    far the members of one component disagree on each pair."""
+    if len(scores.components) > 1:
+        return scores.total, None
+    (only,) = scores.components.values()
+    return only.raw, only.pair_disagreement
+
+
+def _report(splits: Splits, judged: Mapping[str, tuple[Tensor, Tensor | None]]) -> RewardReport:
+    parts = ((splits[name], *judged[name]) for name in ("validation", "test"))
     validation, test = (
-        scored_pairs(part.pairs, part.rendered, raw[0::2], raw[1::2])
-        for part, raw in ((splits[name], scores[name]) for name in ("validation", "test"))
+        scored_pairs(part.pairs, part.rendered, scores[0::2], scores[1::2], apart)
+        for part, scores, apart in parts
     )
     return reward_report(validation, test)
 

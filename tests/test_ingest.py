@@ -93,7 +93,7 @@ def test_repeated_pairs(ingest: Ingest, tmp_path: Path) -> None:
         *GOOD_ROWS,
         row("question 3", "yes", "no"),  # 41: again
         row("question 5", "no", "yes"),  # 42: the other way round
-        row("question 5", "yes", "no"),  # 43: again
+        row("question 5", "yes", "no"),  # 43: again, and so as open as 6
         row("question 7", "yes", "other"),  # 44: another pair of a known prompt
     ]
     dataset = ingest(write(tmp_path / "s.jsonl", lines))
@@ -102,13 +102,13 @@ def test_repeated_pairs(ingest: Ingest, tmp_path: Path) -> None:
         (6, "label_conflict"),
         (41, "duplicate"),
         (42, "label_conflict"),
-        (43, "duplicate"),
+        (43, "label_conflict"),
     ]
     assert [entry["detail"] for entry in entries] == [
         "line 42 has the same pair with the opposite label",
         "line 4 has the same pair",
         "line 6 has the same pair with the opposite label",
-        "line 6 has the same pair",
+        "line 42 has the same pair with the opposite label",
     ]
     assert [entry["raw"] for entry in entries] == [lines[i - 1] for i in (6, 41, 42, 43)]
     assert dataset.manifest.counts["kept"] == 40

@@ -178,6 +178,15 @@ def test_a_failed_run_leaves_the_previous_dataset(
     assert not list(ctx.checkpoint_dir.iterdir())
 
 
+def test_repeats_of_a_conflict_are_no_mere_duplicates(ingest: Ingest, tmp_path: Path) -> None:
+    rows = [*rows_of("q"), row("q 3"), row("q 3"), row("q 3", "no", "yes")]
+    dataset = ingest(write(tmp_path / "s.jsonl", rows), reasons={"duplicate": "keep"})
+    # Lines 4, 61 and 62 say one thing, line 63 the other.
+    assert [(e["source_line"], e["reason"]) for e in left_out(dataset)] == [
+        (line, "label_conflict") for line in (4, 61, 62, 63)
+    ]
+
+
 def test_reasons_are_dropped_kept_or_refused(ingest: Ingest, tmp_path: Path) -> None:
     rows = [
         *rows_of("q"),

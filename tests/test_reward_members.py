@@ -160,11 +160,11 @@ def test_training_stops_early_on_the_held_out_loss(train: Any) -> None:
         optimizer={"learning_rate": 0.5, "schedule": "constant"},
         held_out={"evaluate_every_steps": 2, "stop_after": 2},
     )
-    selected = found.manifest.metrics["preference-0.selected_step"]
+    selected = found.manifest.metrics["preference.0.selected_step"]
     assert selected % 2 == 0
     events = _events(found)
     stops = [message for name, message in events if name == "stopped_early"]
-    assert stops == [f"preference-0 after step {int(selected) + 4} of 40"]
+    assert stops == [f"preference.0 after step {int(selected) + 4} of 40"]
 
 
 def _events(found: RewardModelCheckpoint) -> list[tuple[str, str]]:
@@ -188,7 +188,7 @@ def test_adapter_keeps_its_head_and_equals_the_merged_model(
     train: Any, preferences: str, base: str
 ) -> None:
     found = train(lora={"rank": 4, "alpha": 8}, max_steps=12)
-    adapter = found.path / "adapters" / "preference-0"
+    adapter = found.path / "adapters" / "preference.0"
     (component,) = found.components.values()
     weights = load_file(adapter / "adapter_model.safetensors")
     heads = [name for name in weights if "score" in name]
@@ -209,7 +209,7 @@ def test_adapter_without_its_head_is_refused(
     train: Any, preferences: str, base: str, tmp_path: Path
 ) -> None:
     found = train(RunOptions(reuse=True), lora={"rank": 4, "alpha": 8}, max_steps=12)
-    adapter = Path(shutil.copytree(found.path / "adapters" / "preference-0", tmp_path / "headless"))
+    adapter = Path(shutil.copytree(found.path / "adapters" / "preference.0", tmp_path / "headless"))
     file = adapter / "adapter_model.safetensors"
     save_file({k: v for k, v in load_file(file).items() if "score" not in k}, file)
     with pytest.raises(ModelError, match=r"does not fit on .*score"):

@@ -103,7 +103,7 @@ def test_reported_metrics_are_those_of_the_exported_model(
 @pytest.mark.slow
 def test_best_step_is_one_that_was_looked_at(reward_model: RewardModelCheckpoint) -> None:
     # Every 3 steps, and at the last of 8.
-    assert reward_model.manifest.metrics["preference-0.selected_step"] in (3.0, 6.0, 8.0)
+    assert reward_model.manifest.metrics["preference.0.selected_step"] in (3.0, 6.0, 8.0)
     config = json.loads((reward_model.model_dir / "config.json").read_text())
     assert config["architectures"] == ["LlamaForTokenClassification"]
 

@@ -123,11 +123,13 @@ def bradley_terry_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the Bradley-Terry loss of score pairs (1952; with margins: Touvron et al. 2023).
 
-    With ``z = chosen - rejected - margin``, smoothing s and trust q, ``p = (1 - s) q + s (1 -
+    With ``d = chosen - rejected``, margin m, smoothing s and trust q, ``p = (1 - s) q + s (1 -
     q)``::
 
-        loss = sum_i w_i * (-p_i log sigmoid(z) - (1 - p_i) log sigmoid(-z) + center (chosen +
-        rejected)^2) / total_pairs
+        loss = sum_i w_i * (-p_i log sigmoid(d - m) - (1 - p_i) log sigmoid(-d - m) + center (chosen
+        + rejected)^2) / total_pairs
+
+    Whichever response is the better one has to win by the margin.
 
     The sum over micro-batches and ranks is the loss of the whole step.
 
@@ -155,10 +157,10 @@ def bradley_terry_loss(
         _checked_scores("chosen", chosen, mask),
         _checked_scores("rejected", rejected, mask),
     )
-    logit = better - worse - _known_margin(known.margins, mask)
+    gap, margin = better - worse, _known_margin(known.margins, mask)
     terms = regularization or PairRegularization()
     right = _label_probability(known.trust, terms.label_smoothing, mask)
-    pair_loss = -right * logsigmoid(logit) - (1.0 - right) * logsigmoid(-logit)
+    pair_loss = -right * logsigmoid(gap - margin) - (1.0 - right) * logsigmoid(-gap - margin)
     pair_loss = pair_loss + terms.center_coef * (better + worse).square()
     loss_sum = (pair_weights * sanitize(pair_loss, mask)).sum()
     metrics = _pair_metrics(better.detach(), worse.detach(), mask)

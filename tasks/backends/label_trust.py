@@ -69,7 +69,7 @@ def cross_fit(
                 "prompts in every fold",
                 "lower reward_model.noise.folds, set noise.method: none, or ingest more pairs",
             )
-        name = f"{component}-fold-{fold}"
+        name = f"{component}.fold-{fold}"
         directory = trainer.fit(name, seed, train.subset(others), validation)
         session = trainer.session
         session.load(RoleSpec(ROLE, "value_model", str(directory), trained_head=True))

@@ -221,11 +221,13 @@ def array_elements(path: Path, handle: Any) -> Iterator[tuple[int, bytes]]:
     reader = _ArrayReader(path, handle)
     reader.expect("[")
     if reader.peek() == "]":
+        reader.finish()
         return
     while True:
         yield reader.element()
         separator = reader.peek()
         if separator == "]":
+            reader.finish()
             return
         reader.expect(",")
 
@@ -259,6 +261,16 @@ class _ArrayReader:
         if found != wanted:
             raise self._broken(f"{found!r} where {wanted!r} should be")
         self._at += 1
+
+    def finish(self) -> None:
+        """Go past the end of the array; only white space may follow, or rows would be lost."""
+        self.expect("]")
+        while True:
+            if self._text[self._at :].strip():
+                raise self._broken("text follows the end of the array")
+            self._at = len(self._text)
+            if not self._more():
+                return
 
     def element(self) -> tuple[int, bytes]:
         """Return the next element and its line."""

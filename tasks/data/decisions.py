@@ -179,11 +179,14 @@ def _find_repeated_in(keys: KeyFiles, records: Array, found: DecisionFile) -> No
         _CODES[QuarantineReason.NORMALIZED_DUPLICATE],
     )
     found.write(records["row"][again], codes, records[first_of[again]])
+    # All rows of a pair that is there with both labels, their repeats too: which is right is open.
     both = np.flatnonzero(key_number[firsts][1:] == key_number[firsts][:-1])
-    left, right = firsts[both], firsts[both + 1]
-    conflict = np.full(len(both), _CODES[QuarantineReason.LABEL_CONFLICT])
-    found.write(records["row"][left], conflict, records[right])
-    found.write(records["row"][right], conflict, records[left])
+    opposite = np.full(len(firsts), -1)
+    opposite[both], opposite[both + 1] = both + 1, both
+    other = opposite[np.cumsum(is_first) - 1]
+    open_rows = np.flatnonzero(other >= 0)
+    conflict = np.full(len(open_rows), _CODES[QuarantineReason.LABEL_CONFLICT])
+    found.write(records["row"][open_rows], conflict, records[firsts[other[open_rows]]])
 
 
 def find_leaks(keys: KeyFiles, found: DecisionFile) -> None:

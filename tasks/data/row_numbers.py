@@ -66,11 +66,15 @@ def as_scores(values: Sequence[Any]) -> Scores:
 
 
 def margin_of(row: Mapping[str, Any]) -> float | None:
-    """Return what the row calls its margin, or the difference of its scores."""
+    """Return what the row calls its margin, or how much higher chosen is scored; None where the
+    scores contradict the label."""
     value = row.get("margin")
     if value is None:
         scores = [row.get(f"score_{side}") for side in SIDES]
-        return None if None in scores else abs(float(scores[0]) - float(scores[1]))  # type: ignore[arg-type]
+        if None in scores:
+            return None
+        difference = float(scores[0]) - float(scores[1])  # type: ignore[arg-type]
+        return difference if difference >= 0 else None
     if not is_finite_number(value) or not 0 <= value <= _LARGEST_SCORE:
         raise Refusal(QuarantineReason.WRONG_TYPE, "'margin' must be a number from 0 to 1e9")
     return float(value)

@@ -191,7 +191,8 @@ def _kind_of(where: str, fields: Mapping[str, Any], error: str | None) -> Kind:
 
 
 def _check_free(where: str, fields: Mapping[str, Any], kind: Kind) -> None:
-    taken = [name for name in _ADDED[kind] if name in fields]
+    heads = ("score_",) if kind == "responses" else ("chosen_score_", "rejected_score_")
+    taken = [name for name in fields if name in _ADDED[kind] or name.startswith(heads)]
     if taken:
         raise DataError(
             f"{where} has {', '.join(taken)} already",

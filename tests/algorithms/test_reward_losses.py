@@ -196,3 +196,12 @@ def test_padding_may_hold_any_trust_and_margin() -> None:
     )
     loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=1, targets=broken)
     assert loss.item() == pytest.approx(0.313262, abs=1e-6)
+
+
+def test_swapped_label_keeps_its_margin() -> None:
+    # Swapped, the pair is rejected over chosen: d = -0.5, z = -0.5 - 2, -log sigmoid = 2.578889.
+    swapped = PairTargets(margins=torch.tensor([2.0]), trust=torch.tensor([0.0]))
+    assert _loss(0.5, targets=swapped) == pytest.approx(2.578889, abs=1e-5)
+    assert _loss(-0.5, targets=PairTargets(margins=torch.tensor([2.0]))) == pytest.approx(
+        2.578889, abs=1e-5
+    )

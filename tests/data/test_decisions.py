@@ -44,11 +44,11 @@ def plainly(rows: list[tuple[int, bool, int]]) -> dict[int, tuple[str, int]]:
     right = {}
     for index, (key, label, text) in enumerate(rows):
         own, other = first[key, label], first.get((key, not label))
-        if own != index:
+        if other is not None:
+            right[index] = ("label_conflict", other)
+        elif own != index:
             same = rows[own][2] == text
             right[index] = ("duplicate" if same else "normalized_duplicate", own)
-        elif other is not None:
-            right[index] = ("label_conflict", other)
     return right
 
 
