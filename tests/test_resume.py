@@ -106,7 +106,7 @@ def _kill_at_first_checkpoint(stage: str, home: Path, upstream: list[str], log: 
     deadline = time.monotonic() + 180
     try:
         while time.monotonic() < deadline and process.poll() is None:
-            found = sorted((home / "checkpoints" / stage).glob("*/step-*"))
+            found = sorted((home / "checkpoints" / stage).glob("**/step-*"))
             if found:
                 process.send_signal(signal.SIGKILL)
                 return int(found[-1].name.removeprefix("step-"))
@@ -118,7 +118,7 @@ def _kill_at_first_checkpoint(stage: str, home: Path, upstream: list[str], log: 
 
 
 def _weights(home: Path, stage: str) -> bytes:
-    (file,) = (home / "models" / stage).glob("*/model/model.safetensors")
+    (file,) = (home / "models" / stage).rglob("model.safetensors")
     return file.read_bytes()
 
 

@@ -28,7 +28,10 @@ _SPLIT_NAMES: Final = {
     "dev": "validation",
     "eval": "validation",
 }
-_FIX: Final = "give a file, a glob in quotes, a directory, or a hub data set as owner/name"
+_FIX: Final = (
+    "give a file, a glob in quotes, a directory, or a hub data set as owner/name, for instance with "
+    "-o ingest.source=..."
+)
 
 
 def source_configs(cfg: IngestConfig) -> tuple[SourceConfig, ...]:
