@@ -29,8 +29,8 @@ _SPLIT_NAMES: Final = {
     "eval": "validation",
 }
 _FIX: Final = (
-    "give a file, a glob in quotes, a directory, or a hub data set as owner/name, for instance with "
-    "-o ingest.source=..."
+    "give a file, a glob in quotes, a directory, or a hub data set as owner/name, for instance "
+    "with -o ingest.source=..."
 )
 
 
