@@ -54,7 +54,7 @@ STAGE_SPECS: Mapping[Stage, StageSpec] = {
     ),
     "offline_ppo": StageSpec(
         PolicyCheckpoint,
-        1,
+        2,
         {"preferences": _PREFERENCES, "reward_model": _REWARD_MODEL, "base": _BASE},
     ),
     "distill": StageSpec(

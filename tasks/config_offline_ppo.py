@@ -7,6 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tasks.config_guards import GuardsConfig
 from tasks.config_shared import (
     CheckpointConfig,
     OptimizerConfig,
@@ -18,6 +19,7 @@ from tasks.config_shared import (
     StageConfig,
     check_budget,
     check_shares,
+    setting,
 )
 
 MAX_SEARCH_POINTS = 500
@@ -142,13 +144,21 @@ class ImportanceConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """Clipped surrogate with a lower bound for negative advantages."""
+    """Options of the policy losses; which one is used is `policy_loss`."""
 
     clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(0.2, gt=0.0)
-    dual_clip: float = Field(3.0, gt=1.0)
+    clip_high: float = Field(0.2, gt=0.0, description="Also the clip of a_lol.")
+    dual_clip: float = Field(3.0, gt=1.0, description="Bound of the loss for negative advantages.")
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     entropy_coef: float = Field(0.0, ge=0.0)
+    kl_coef: float = Field(
+        0.0, ge=0.0, description="KL from the base as a loss, per nat and token; 0 is off."
+    )
+    kl_kind: Literal["k1", "k2", "k3"] = Field(
+        "k2", description="Estimator of that KL; k2 has the gradient of the KL itself."
+    )
+    dpo_beta: PositiveFloat = 0.1
+    dpo_label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> Self:
@@ -162,6 +172,11 @@ class PolicyLossConfig(Section):
 class OfflinePPOConfig(StageConfig):
     """Offline PPO over the stored responses, with a re-anchored proximal policy."""
 
+    policy_loss: Literal["ppo", "topr", "a_lol", "positives_only", "dpo"] = Field(
+        "ppo",
+        description="ppo: clipped surrogate around the re-anchored policy; topr, a_lol and "
+        "positives_only: weighted likelihood; dpo: the labels alone, no reward.",
+    )
     steps: PositiveInt = 80
     batch_prompts: PositiveInt = 64
     reanchor_steps: int = Field(
@@ -174,7 +189,11 @@ class OfflinePPOConfig(StageConfig):
     importance: ImportanceConfig = ImportanceConfig()
     loss: PolicyLossConfig = PolicyLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    max_restarts: int = setting(
+        2, ge=0, description="How often training goes on after a worker or its node died."
+    )
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

@@ -14,16 +14,25 @@ from torch import Tensor
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
 from tasks.backends.behavior import behavior_logprobs, check_logged, reference_logprobs
 from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.ppo_loop import ACTOR, CRITIC, PPOLoop
+from tasks.backends.policy_probe import (
+    PolicyProbe,
+    RewardJudge,
+    Speaking,
+    label_agreement,
+    one_pair_per_prompt,
+)
+from tasks.backends.ppo_batches import ACTOR, CRITIC
+from tasks.backends.ppo_loop import PPOLoop
 from tasks.backends.reward_components import ComponentScorer, check_components, find_weights
 from tasks.backends.rewards import rewards_of
 from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session, open_session
 from tasks.backends.trajectories import Responses, Trajectories, prompt_groups
-from tasks.config import OfflinePPOConfig
+from tasks.config import GenerationConfig, OfflinePPOConfig
 from tasks.context import StageContext
 from tasks.data.rendering import Renderer
 from tasks.data.token_columns import TokenColumns, write_token_columns
+from tasks.errors import DataError
 
 
 @task(name="train-policy", cache_policy=NO_CACHE)
@@ -51,17 +60,57 @@ def train_policy(
     scorer = ComponentScorer(cfg.reward, session, reward_model)
     weights = dict(cfg.reward.components)
     if cfg.reward.search is not None:
-        held_out = Responses.of(preferences, "validation", renderer)
-        weights = _search_weights(ctx, scorer, held_out)
+        weights = _search_weights(ctx, scorer, Responses.of(preferences, "validation", renderer))
     data = _collect(ctx, cfg, train, scorer, weights)
     session.drop()
     session.load(*_trained_roles(cfg, reward_model, base))
+    judge = RewardJudge(scorer, weights)
+    held_out = _held_out(ctx, preferences, renderer)
     loop = PPOLoop(
-        session, cfg, data, CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep), ctx.log
+        session,
+        cfg,
+        data,
+        CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
+        ctx.log,
+        probe=None if held_out is None else _probe(ctx, cfg, held_out, renderer, judge),
+        facts={} if held_out is None else judge.agreement(held_out, cfg.guards.held_out_pairs),
     )
     loop.run()
-    ctx.draft.metrics |= _drift(session, data)
+    ctx.draft.metrics |= _drift(session, data) | loop.clock.shares()
+    ctx.draft.counts["guard_firings"] = len(loop.state.events)
     return ctx.publish(PolicyCheckpoint, partial(_write, session, data, ctx.fingerprint))
+
+
+def _probe(
+    ctx: StageContext,
+    cfg: OfflinePPOConfig,
+    held_out: Responses,
+    renderer: Renderer,
+    judge: RewardJudge,
+) -> PolicyProbe:
+    """Return a probe on held-out prompts."""
+    generation = GenerationConfig(
+        temperature=1.0, max_new_tokens=cfg.guards.probe_max_new_tokens, batch_size=512
+    )
+    return PolicyProbe(
+        judge.scorer.session,
+        Speaking(renderer, judge, generation, cfg.seed),
+        one_pair_per_prompt(held_out.pairs, cfg.guards.probe_prompts),
+        held_out.first(cfg.guards.held_out_pairs),
+        ctx.inputs["base"].path / "model",
+        ctx.checkpoint_dir,
+    )
+
+
+def _held_out(
+    ctx: StageContext, preferences: PreferenceDataset, renderer: Renderer
+) -> Responses | None:
+    """Return the validation split; None, with an event, where it is empty."""
+    try:
+        return Responses.of(preferences, "validation", renderer)
+    except DataError as error:
+        ctx.log.event("no_probe", f"the policy is not probed while it trains: {error}")
+        return None
 
 
 def _same_renderer(
@@ -123,10 +172,9 @@ def _collect(
     components = scorer.score(train.pairs, rows)
     rewards = rewards_of(cfg.reward, components.values, weights, group_ids)
     ctx.draft.metrics |= {f"weight_{name}": weight for name, weight in weights.items()}
-    right = rewards[0::2] > rewards[1::2]
-    ctx.draft.metrics["reward_agrees_with_label"] = float(right.float().mean())
     if components.disagreement is not None:
         ctx.draft.metrics["reward_disagreement"] = float(components.disagreement.mean())
+    ctx.draft.metrics["reward_agrees_with_label"] = label_agreement(rewards)
     return Trajectories(rows, groups, rewards, behavior, ref, components)
 
 

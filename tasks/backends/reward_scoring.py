@@ -112,7 +112,9 @@ class RewardScorer:
         for component in components.values():
             for index, directory in enumerate(component.member_dirs):
                 name = _role(component.name, index)
-                session.load(RoleSpec(name, "value_model", str(directory), trained_head=True))
+                spec = RoleSpec(name, "value_model", str(directory), trained_head=True)
+                if session.specs.get(name) != spec:
+                    session.load(spec)
         return cls(session, components)
 
     def score(self, rows: Sequence[Row]) -> RewardScores:

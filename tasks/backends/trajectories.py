@@ -60,6 +60,10 @@ class Responses:
             [self.pairs[i] for i in chosen], [self.rendered[i] for i in chosen], self.left_out
         )
 
+    def first(self, n_pairs: int) -> Responses:
+        """Return the first pairs."""
+        return Responses(self.pairs[:n_pairs], self.rendered[:n_pairs], self.left_out)
+
     @cached_property
     def rows(self) -> list[Row]:
         """2P rows: chosen, rejected, chosen, rejected, ..."""
@@ -90,6 +94,8 @@ class Trajectories:
         behavior_logprobs: N tensors of shape (T_i,), of the policy that wrote the responses.
         ref_logprobs: N tensors of shape (T_i,), of the model that training starts from.
         components: what the rewards are made of.
+        n_stored: rows of the dataset, laid out chosen, rejected, chosen, ...; rows behind them were
+            sampled as candidates.
     """
 
     rows: Sequence[Row]
@@ -98,8 +104,11 @@ class Trajectories:
     behavior_logprobs: Sequence[Tensor]
     ref_logprobs: Sequence[Tensor]
     components: ComponentValues = field(default_factory=lambda: ComponentValues({}))
+    n_stored: int = -1
 
     def __post_init__(self) -> None:
+        if self.n_stored < 0:
+            object.__setattr__(self, "n_stored", len(self.rows))
         spread = float(self.rewards.std()) if len(self.rewards) > 1 else 0.0
         if not spread > 0.0:
             raise RewardError(
@@ -107,6 +116,14 @@ class Trajectories:
                 "rewards that differ",
                 "look at offline_ppo.reward and at the reward model's report",
             )
+
+    @cached_property
+    def group_of(self) -> Tensor:
+        """(N,) int64, the prompt of each row."""
+        group_of = torch.zeros(len(self.rows), dtype=torch.long)
+        for group, members in enumerate(self.groups):
+            group_of[list(members)] = group
+        return group_of
 
 
 def response_rows(pairs: Sequence[RenderedPair]) -> list[Row]:

@@ -65,7 +65,7 @@ def write_copies(data: Path, target: Path, n_pairs: int) -> None:
             output.write(json.dumps(row).encode() + b"\n")
 
 
-class _NoLog:
+class NoLog:
     """A run without MLflow."""
 
     def metrics(self, values: Any, step: int) -> None: ...
@@ -95,7 +95,7 @@ def run_stage(source: Path, scratch: Path, workers: int) -> Callable[[], int]:
         checkpoint_dir=scratch / "checkpoints",
         artifacts_dir=scratch / "data",
         draft=Draft("preference_dataset", "ingest", fingerprint, config={}),
-        log=_NoLog(),
+        log=NoLog(),
     )
     file = InputFile(str(source), source.name, "bench", "bench")
     return lambda: ingest_pairs(ctx, IngestConfig(workers=workers), [file]).manifest.counts["rows"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.backends.ppo_loop import gae_of, sequence_advantages
+from tasks.backends.ppo_step import gae_of, sequence_advantages
 from tasks.config import AdvantageConfig
 
 # Two prompts with two responses each, of 2, 1, 1 and 2 tokens; the score stands at the last token.
