@@ -7,7 +7,7 @@ from collections.abc import Callable
 from tasks.algorithms.advantages import explained_variance, generalized_advantage_estimate
 from tasks.algorithms.rewards import token_level_rewards
 from tasks.backends.policy_objectives import critic_batch
-from tasks.backends.ppo_batches import CRITIC, BatchSource
+from tasks.backends.ppo_batches import CRITIC, BatchSource, Drawn
 from tasks.backends.ppo_step import advantages_of
 from tasks.backends.supervised import per_unit
 from tasks.backends.trajectories import pad
@@ -17,7 +17,7 @@ from tasks.errors import TrainingError
 _JUDGED_BATCHES = 4
 
 
-def warm_up_critic(source: BatchSource, draw: Callable[[], list[int]], log: RunLog) -> float:
+def warm_up_critic(source: BatchSource, draw: Callable[[], Drawn], log: RunLog) -> float:
     """Fit the critic and return the share of the returns' variance that it then explains.
 
     Args:
@@ -32,9 +32,11 @@ def warm_up_critic(source: BatchSource, draw: Callable[[], list[int]], log: RunL
     steps = cfg.critic.warmup_steps
     for step in range(1, steps + 1):
         batch = source.window([draw()])[0]
-        _, returns = advantages_of(cfg.advantage, source.data, batch, cfg.reward.kl_coef)
+        _, returns, _ = advantages_of(cfg.advantage, source.data, batch, cfg.reward.kl_coef)
         assert returns is not None
-        metrics = source.session.train_step(CRITIC, critic_batch(batch, returns))
+        metrics = source.session.train_step(
+            CRITIC, critic_batch(batch, returns, source.n_trained(batch))
+        )
         log.metrics({f"critic_warmup/{k}": v for k, v in per_unit(metrics).items()}, step)
         log.progress(step, steps, "critic warm-up")
     explained = _explained(source, draw)
@@ -48,7 +50,7 @@ def warm_up_critic(source: BatchSource, draw: Callable[[], list[int]], log: RunL
     return explained
 
 
-def _explained(source: BatchSource, draw: Callable[[], list[int]]) -> float:
+def _explained(source: BatchSource, draw: Callable[[], Drawn]) -> float:
     """Judge the critic by a batch that it was not fitted on."""
     cfg, data = source.cfg, source.data
     drawn = [draw() for _ in range(min(_JUDGED_BATCHES, cfg.reanchor_steps or _JUDGED_BATCHES))]

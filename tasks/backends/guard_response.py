@@ -102,3 +102,4 @@ def _grow_batch(loop: PPOLoop, action: GrowBatch) -> None:
     ranks = loop.session.host.ranks
     grown = action.apply(loop.state.batch_prompts)
     loop.state.batch_prompts = max(loop.state.batch_prompts, grown - grown % ranks)
+    loop.sampler.set_batch_size(loop.state.batch_prompts)

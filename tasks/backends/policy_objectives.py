@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tasks.algorithms.policy_losses import ClipRange
 from tasks.backends.ppo_batches import Minibatch
+from tasks.backends.ppo_step import StepInputs
 from tasks.backends.roles import Batch
 from tasks.backends.trajectories import Trajectories, unpad
 from tasks.config import OfflinePPOConfig
@@ -47,39 +48,42 @@ def actor_batch(
     cfg: OfflinePPOConfig,
     data: Trajectories,
     batch: Minibatch,
-    advantages: Tensor,
-    weights: Tensor,
+    inputs: StepInputs,
+    n_rows: int,
 ) -> Batch:
     """Return a step's rows with the columns that its loss reads.
 
     Args:
-        advantages, weights: (B, T) over response tokens.
+        inputs: advantages and weights of the whole step.
+        n_rows: the first rows, which are trained on.
     """
     padded: dict[str, Tensor] = {}
     stored: dict[str, Sequence[Tensor]] = {}
     if cfg.policy_loss == "ppo":
         padded = {
             "proximal_logprobs": batch.proximal_logprobs,
-            "advantages": advantages,
-            "weights": weights,
+            "advantages": inputs.advantages,
+            "weights": inputs.weights,
         }
     elif cfg.policy_loss != "dpo":
-        padded = {"advantages": advantages}
+        padded = {"advantages": inputs.advantages}
         stored = {"behavior_logprobs": data.behavior_logprobs}
     if cfg.policy_loss == "dpo" or cfg.loss.kl_coef > 0.0:
         stored = {**stored, "ref_logprobs": data.ref_logprobs}
-    columns = {name: unpad(tensor, batch.rows) for name, tensor in padded.items()}
-    columns |= {name: [column[i] for i in batch.indices] for name, column in stored.items()}
+    rows, indices = batch.rows[:n_rows], batch.indices[:n_rows]
+    columns = {name: unpad(tensor[:n_rows], rows) for name, tensor in padded.items()}
+    columns |= {name: [column[i] for i in indices] for name, column in stored.items()}
     return Batch(
-        batch.rows,
+        rows,
         columns,
         group_size=2 if cfg.policy_loss == "dpo" else 1,
         scalars={"calculate_entropy": cfg.loss.entropy_coef > 0.0},
     )
 
 
-def critic_batch(batch: Minibatch, returns: Tensor) -> Batch:
-    """Return a step's rows with old values and returns, (B, T)."""
+def critic_batch(batch: Minibatch, returns: Tensor, n_rows: int) -> Batch:
+    """Return the first ``n_rows`` rows of a step with old values and returns, (B, T)."""
     assert batch.values is not None
     columns = {"old_values": batch.values, "returns": returns}
-    return Batch(batch.rows, {name: unpad(tensor, batch.rows) for name, tensor in columns.items()})
+    rows = batch.rows[:n_rows]
+    return Batch(rows, {name: unpad(tensor[:n_rows], rows) for name, tensor in columns.items()})

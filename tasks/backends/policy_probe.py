@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tasks.algorithms.kl import kl_per_token
 from tasks.algorithms.masking import masked_mean
+from tasks.backends.behavior import REFERENCE
 from tasks.backends.cluster import resolve_device
 from tasks.backends.generation import EndTokens, TransformersGenerator
 from tasks.backends.ppo_batches import ACTOR
@@ -28,8 +29,6 @@ from tasks.config import GenerationConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import Renderer
 
-REFERENCE = "reference"
-
 
 @dataclass(frozen=True)
 class RewardJudge:
@@ -38,10 +37,12 @@ class RewardJudge:
     Args:
         scorer: computes components.
         weights: of the components.
+        renderer: of the stage.
     """
 
     scorer: ComponentScorer
     weights: dict[str, float]
+    renderer: Renderer
 
     def score(self, rows: Sequence[Row], responses: Sequence[Judged]) -> Tensor | None:
         """Return the rewards (N,) of any responses; None where only labels make the reward.
@@ -103,32 +104,30 @@ class Speaking:
     """How models answer held-out prompts.
 
     Args:
-        renderer: of the stage.
         judge: the stage's reward.
         generation: how answers are sampled.
         seed: of the sampling.
     """
 
-    renderer: Renderer
     judge: RewardJudge
     generation: GenerationConfig
     seed: int
 
     def speak(self, model_dir: Path, pairs: Sequence[Pair]) -> Spoken:
         """Return a model's answers to the prompts of pairs, and what they are worth."""
-        runtime = self.judge.scorer.session.runtime
+        runtime, renderer = self.judge.scorer.session.runtime, self.judge.renderer
         generator = TransformersGenerator(
             model_dir,
-            EndTokens(self.renderer.end_of_turn_id, self.renderer.pad_token_id),
+            EndTokens(renderer.end_of_turn_id, renderer.pad_token_id),
             device=resolve_device(runtime),
             threads=runtime.cpu_threads,
         )
-        prompts = [self.renderer.prompt_ids(pair.prompt)[0] for pair in pairs]
+        prompts = [renderer.prompt_ids(pair.prompt)[0] for pair in pairs]
         found = generator.generate(prompts, self.generation, self.seed)
         rows = [Row(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
-        texts = [self.renderer.decode(answer) for answer in found]
+        texts = [renderer.decode(answer) for answer in found]
         judged = [Judged.of(pair, "probe", text) for pair, text in zip(pairs, texts, strict=True)]
-        ended = [answer[-1:] == [self.renderer.end_of_turn_id] for answer in found]
+        ended = [answer[-1:] == [renderer.end_of_turn_id] for answer in found]
         return Spoken(rows, texts, self.judge.score(rows, judged), torch.tensor(ended))
 
 

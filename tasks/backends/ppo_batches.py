@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from tasks.algorithms.sampler_places import Draw
 from tasks.backends.roles import Row
 from tasks.backends.session import Session
 from tasks.backends.trajectories import Trajectories, mask_of, pad
@@ -23,11 +25,25 @@ CRITIC = "critic"
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What the sampler chose for one step.
+
+    Args:
+        rows: indices of B rows of the dataset, whole prompts.
+        corrections: factor of each row that undoes the preference with which it was drawn.
+    """
+
+    rows: list[int]
+    corrections: list[float]
+
+
+@dataclass(frozen=True)
 class Minibatch:
     """What one optimizer step sees; (B, T) tensors over response tokens.
 
     Args:
         indices: of the rows in the dataset.
+        corrections: (B,) factors of a prioritised draw.
         rows: prompts and responses.
         mask: True = a real response token.
         proximal_logprobs: of the snapshot, or of the reference where no snapshot is needed.
@@ -35,6 +51,7 @@ class Minibatch:
     """
 
     indices: Sequence[int]
+    corrections: Tensor
     rows: Sequence[Row]
     mask: Tensor
     proximal_logprobs: Tensor
@@ -67,34 +84,40 @@ class BatchSource:
             return self.cfg.reanchor_steps > 0
         return self.cfg.policy_loss != "dpo" and self.cfg.reward.kl_coef > 0.0
 
-    def rows_of(self, prompts: Sequence[int]) -> list[int]:
-        """Return the rows that a step over these prompts trains on.
+    def rows_of(self, draw: Draw) -> Drawn:
+        """Return the rows of a step over these prompts."""
+        rows: list[int] = []
+        corrections: list[float] = []
+        for prompt, correction in zip(draw.indices, draw.corrections, strict=True):
+            members = self.data.groups[prompt]
+            if self.cfg.policy_loss == "dpo":
+                members = [i for i in members if i < self.data.n_stored]
+            rows += members
+            corrections += [correction] * len(members)
+        return Drawn(rows, corrections)
 
-        Ranks take equal shares; prompts with more responses than usual may leave a remainder.
+    def n_trained(self, batch: Minibatch) -> int:
+        """Return how many of a step's rows are trained on.
+
+        Ranks take equal shares, and prompts with more responses than usual may leave a remainder,
+        which baselines still count.
 
         Raises:
             DataError: too few rows for the ranks.
         """
-        indices = [i for prompt in prompts for i in self.data.groups[prompt]]
-        unit = self.session.host.ranks
-        if self.cfg.policy_loss == "dpo":
-            indices = [i for i in indices if i < self.data.n_stored]
-            unit *= 2
-        indices = indices[: len(indices) - len(indices) % unit]
-        if not indices:
+        unit = self.session.host.ranks * (2 if self.cfg.policy_loss == "dpo" else 1)
+        count = len(batch.rows) - len(batch.rows) % unit
+        if not count:
             raise DataError(
-                f"A step over {len(prompts)} prompts has fewer than {unit} rows",
+                f"A step of {len(batch.rows)} rows",
                 f"at least {unit} for {self.session.host.ranks} ranks",
                 "raise offline_ppo.batch_prompts",
             )
-        return indices
+        return count
 
-    def window(self, drawn: Sequence[Sequence[int]]) -> list[Minibatch]:
-        """Compute what the snapshot says of the rows of several steps.
-
-        Args:
-            drawn: indices of the rows of each step.
-        """
+    def window(self, steps: Sequence[Drawn]) -> list[Minibatch]:
+        """Compute what the snapshot says of the rows of several steps."""
+        drawn = [step.rows for step in steps]
         rows = [self.data.rows[i] for indices in drawn for i in indices]
         if self.needs_snapshot:
             proximal: Sequence[Tensor] = self.session.logprobs(ACTOR, rows)
@@ -102,12 +125,13 @@ class BatchSource:
             proximal = [self.data.ref_logprobs[i] for indices in drawn for i in indices]
         values = self.session.values(CRITIC, rows) if self.uses_critic else None
         batches, start = [], 0
-        for indices in drawn:
+        for step, indices in zip(steps, drawn, strict=True):
             span = slice(start, start + len(indices))
             start += len(indices)
             batches.append(
                 Minibatch(
                     indices,
+                    torch.tensor(step.corrections),
                     rows[span],
                     mask_of(rows[span]),
                     pad(proximal[span]),

@@ -8,22 +8,28 @@ takes its next snapshot where the first one did.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from tasks.algorithms.guard_actions import Action, Rollback, Stop, Warn
 from tasks.algorithms.guards import Firing, GuardEngine, merged_actions
 from tasks.algorithms.kl import AdaptiveKLController
-from tasks.algorithms.samplers import LengthGroupedSampler
+from tasks.algorithms.masking import masked_mean
+from tasks.algorithms.offline_sampler import OfflineSampler
+from tasks.algorithms.sequence_threshold import sequence_weights
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.critic_warmup import warm_up_critic
 from tasks.backends.guard_response import carry_out, guarded, lower_memory
 from tasks.backends.phase_clock import PhaseClock
 from tasks.backends.policy_objectives import actor_batch, actor_loss, critic_batch, critic_step_loss
 from tasks.backends.policy_probe import PolicyProbe
-from tasks.backends.ppo_batches import ACTOR, CRITIC, BatchSource, Minibatch
+from tasks.backends.ppo_batches import ACTOR, CRITIC, BatchSource, Drawn, Minibatch
+from tasks.backends.ppo_sampling import build_sampler
 from tasks.backends.ppo_state import LoopState
-from tasks.backends.ppo_step import prepare_step
+from tasks.backends.ppo_step import StepInputs, StepState, prepare_step
 from tasks.backends.session import Session
 from tasks.backends.supervised import per_unit
 from tasks.backends.trajectories import Trajectories
@@ -34,6 +40,8 @@ from tasks.errors import MemoryLimitError, WorkerLostError
 
 # Without re-anchoring a window only decides how far ahead batches are drawn.
 _FIXED_ANCHOR_WINDOW_STEPS = 16
+# How many of the last steps' weights the report shows.
+_WEIGHTS_STEPS = 16
 
 
 @dataclass
@@ -58,8 +66,9 @@ class PPOLoop:
     probe: PolicyProbe | None = None
     facts: Mapping[str, float] = field(default_factory=dict)
     clock: PhaseClock = field(default_factory=PhaseClock)
+    recent_weights: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_WEIGHTS_STEPS))
     state: LoopState = field(init=False)
-    sampler: LengthGroupedSampler = field(init=False)
+    sampler: OfflineSampler = field(init=False)
     engine: GuardEngine = field(init=False)
     history: RunHistory = field(init=False)
     source: BatchSource = field(init=False)
@@ -110,12 +119,8 @@ class PPOLoop:
             started = False
 
     def _begin(self) -> None:
-        cfg, rows = self.cfg, self.data.rows
-        self.sampler = LengthGroupedSampler(
-            [max(len(rows[i]) for i in group) for group in self.data.groups],
-            batch_size=cfg.batch_prompts,
-            seed=cfg.seed,
-        )
+        cfg = self.cfg
+        self.sampler = build_sampler(cfg, self.data)
         self.state = LoopState(0, cfg.batch_prompts, cfg.reward.kl_coef)
         self.engine = GuardEngine(cfg.guards.to_rules(), max_rollbacks=cfg.guards.max_rollbacks)
         if self.probe is not None and self.probe.base is None:
@@ -145,7 +150,7 @@ class PPOLoop:
         found = self.store.restore(step, self.session, self.roles)
         self.sampler.load_state_dict(found["sampler"])
         self.engine.load_state_dict(found["guards"])
-        self.state = LoopState(**found["loop"])
+        self.state = LoopState.from_dict(found["loop"])
         self.set_learning_rates()
         self.history = RunHistory.open(self.store.directory, step)
         self.log.event("resumed", f"continuing from step {step} of {self.cfg.steps}")
@@ -196,22 +201,29 @@ class PPOLoop:
         else:
             self.save()
 
-    def _draw(self) -> list[int]:
+    def _draw(self) -> Drawn:
         if self.state.pending:
             return self.state.pending.pop(0)
-        return self.source.rows_of(self.sampler.next_batch(self.state.batch_prompts))
+        return self.source.rows_of(self.sampler.next_draw())
 
     def _step(self, batch: Minibatch) -> tuple[Action, ...]:
         started = time.monotonic()
-        inputs = prepare_step(self.cfg, self.data, batch, self.state.kl_coef)
+        adaptive = StepState(self.state.kl_coef, self.state.log_tau)
+        inputs = prepare_step(self.cfg, self.data, batch, adaptive)
+        n_rows = self.source.n_trained(batch)
         with self.clock.phase("update"):
             if inputs.returns is not None:
-                self.session.train_step(CRITIC, critic_batch(batch, inputs.returns))
-            columns = actor_batch(self.cfg, self.data, batch, inputs.advantages, inputs.weights)
+                self.session.train_step(CRITIC, critic_batch(batch, inputs.returns, n_rows))
+            columns = actor_batch(self.cfg, self.data, batch, inputs, n_rows)
             metrics = per_unit(self.session.train_step(ACTOR, columns)) | inputs.report
         self.state.step += 1
+        self.state.log_tau = inputs.log_tau
+        if self.cfg.policy_loss == "ppo":
+            self.recent_weights.append(sequence_weights(inputs.weights, batch.mask))
+        self._adapt_priorities(batch, inputs)
         self._adapt_kl(inputs.report.get("kl_data"), len(batch.rows))
         metrics["tokens_per_second"] = sum(map(len, batch.rows)) / (time.monotonic() - started)
+        metrics["learning_rate"] = metrics.pop("lr")
         metrics["batch_prompts"] = float(self.state.batch_prompts)
         variance = self.state.take_reward(inputs.report["reward_mean"])
         if variance is not None:
@@ -219,6 +231,17 @@ class PPOLoop:
         note = f"ESS {metrics['ess_share']:.2f}" if "ess_share" in metrics else self.cfg.policy_loss
         self.log.progress(self.state.step, self.cfg.steps, note)
         return self._observe(metrics)
+
+    def _adapt_priorities(self, batch: Minibatch, inputs: StepInputs) -> None:
+        """Prefer prompts whose responses the policy should treat most differently."""
+        if self.cfg.sampler.priority != "advantage":
+            return
+        found: dict[int, float] = {}
+        sizes = masked_mean(inputs.advantages.abs(), batch.mask, dim=1)
+        groups = self.data.group_of[list(batch.indices)].tolist()
+        for group, size in zip(groups, sizes.tolist(), strict=True):
+            found[group] = max(size, found.get(group, 0.0))
+        self.sampler.update_priorities(list(found), list(found.values()))
 
     def _adapt_kl(self, observed: float | None, n_rows: int) -> None:
         reward = self.cfg.reward

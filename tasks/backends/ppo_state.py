@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from tasks.backends.ppo_batches import Drawn
+
 _VARIANCE_STEPS = 8
 
 
@@ -20,7 +22,8 @@ class LoopState:
         batch_prompts: prompts of a step; a guard may raise it.
         kl_coef: of the KL-in-reward; a controller may move it.
         lr_scale: share of the configured learning rate; a guard may lower it.
-        pending: rows of steps that were drawn and not taken yet.
+        log_tau: where the adaptive sequence threshold stands.
+        pending: steps that were drawn and not taken yet.
         good: step of the newest checkpoint whose probe passed.
         best: step of the checkpoint with the best probe.
         best_value: its probe's value; None before the first probe.
@@ -34,7 +37,8 @@ class LoopState:
     batch_prompts: int
     kl_coef: float
     lr_scale: float = 1.0
-    pending: list[list[int]] = field(default_factory=list)
+    log_tau: float | None = None
+    pending: list[Drawn] = field(default_factory=list)
     good: int = 0
     best: int = 0
     best_value: float | None = None
@@ -46,6 +50,12 @@ class LoopState:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> LoopState:
+        """Return the state that `to_dict` gave."""
+        pending = [Drawn(**drawn) for drawn in found["pending"]]
+        return cls(**{**found, "pending": pending})
 
     @property
     def pointers(self) -> dict[str, int]:

@@ -16,6 +16,11 @@ from tasks.algorithms.advantages import (
     reinforce_pp_advantages,
     rloo_advantages,
 )
+from tasks.algorithms.control_variates import (
+    control_variate,
+    fitted_baseline,
+    leave_one_out_baseline,
+)
 from tasks.algorithms.importance import (
     effective_sample_size_from_sums,
     sequence_log_ratio,
@@ -25,9 +30,17 @@ from tasks.algorithms.importance import (
 from tasks.algorithms.kl import weighted_kl_on_data
 from tasks.algorithms.masking import masked_mean, masked_whiten
 from tasks.algorithms.rewards import token_level_rewards
+from tasks.algorithms.sequence_threshold import (
+    TauController,
+    TauTarget,
+    geometric_mean_veto,
+    sequence_weights,
+)
 from tasks.backends.ppo_batches import Minibatch
 from tasks.backends.trajectories import Trajectories, pad
 from tasks.config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
+from tasks.config_sampler import SequenceThresholdConfig
+from tasks.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -39,16 +52,31 @@ class StepInputs:
         weights: truncated, of the frozen proximal to the behaviour policy.
         returns: the critic's targets, where there is a critic.
         report: metrics of the batch.
+        log_tau: where the adaptive sequence threshold stands.
     """
 
     advantages: Tensor
     weights: Tensor
     returns: Tensor | None = None
     report: dict[str, float] = field(default_factory=dict)
+    log_tau: float | None = None
+
+
+@dataclass(frozen=True)
+class StepState:
+    """What adapts from step to step.
+
+    Args:
+        kl_coef: present coefficient of the KL-in-reward.
+        log_tau: where the adaptive sequence threshold stands; None before its first batch.
+    """
+
+    kl_coef: float
+    log_tau: float | None = None
 
 
 def prepare_step(
-    cfg: OfflinePPOConfig, data: Trajectories, batch: Minibatch, kl_coef: float
+    cfg: OfflinePPOConfig, data: Trajectories, batch: Minibatch, state: StepState
 ) -> StepInputs:
     """Compute advantages, weights and what to report of a batch.
 
@@ -56,39 +84,70 @@ def prepare_step(
         cfg: the stage's config.
         data: the fixed dataset.
         batch: rows with what the snapshot says of them.
-        kl_coef: present coefficient of the KL-in-reward.
+        state: of the adaptive parts.
+
+    Raises:
+        TrainingError: the sequence threshold leaves nothing of the step.
     """
     rewards = data.rewards[list(batch.indices)]
     report = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
     if cfg.policy_loss == "dpo":
         empty = torch.zeros(batch.mask.shape)
         return StepInputs(empty, empty, None, report)
-    advantages, returns = advantages_of(cfg.advantage, data, batch, kl_coef)
-    report["advantage_mean"] = float(masked_mean(advantages, batch.mask))
+    advantages, returns, removed = advantages_of(cfg.advantage, data, batch, state.kl_coef)
+    report |= removed | {"advantage_mean": float(masked_mean(advantages, batch.mask))}
+    advantages = advantages * batch.corrections[:, None]
     if cfg.policy_loss != "ppo":
         return StepInputs(advantages, torch.ones(batch.mask.shape), returns, report)
     weights, found = weights_of(cfg.importance, data, batch, advantages)
     ref = pad([data.ref_logprobs[i] for i in batch.indices])
     kl, _ = weighted_kl_on_data(batch.proximal_logprobs, ref, weights, batch.mask)
-    report |= found | {"kl_data": float(kl), "kl_coef": kl_coef}
-    return StepInputs(advantages, weights, returns, report)
+    report |= found | {"kl_data": float(kl), "kl_coef": state.kl_coef}
+    veto = sequence_veto(cfg.filters.sequence, data, batch, weights, state.log_tau)
+    kept = weights if veto is None else weights * veto.keep[:, None]
+    report |= {} if veto is None else veto.report
+    return StepInputs(advantages, kept, returns, report, None if veto is None else veto.log_tau)
 
 
 def advantages_of(
     cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, kl_coef: float
-) -> tuple[Tensor, Tensor | None]:
-    """Return (B, T) advantages and, with a critic, (B, T) returns."""
+) -> tuple[Tensor, Tensor | None, dict[str, float]]:
+    """Return (B, T) advantages, with a critic (B, T) returns, and what a control variate did."""
+    groups = data.group_of[list(batch.indices)]
+    scores, removed = _less_baseline(cfg, data, batch, groups)
     rewards = token_level_rewards(
-        data.rewards[list(batch.indices)],
+        scores,
         batch.proximal_logprobs,
         pad([data.ref_logprobs[i] for i in batch.indices]) if kl_coef else None,
         batch.mask,
         kl_coef=kl_coef,
     )
     if batch.values is not None:
-        return gae_of(cfg, rewards, batch.values, batch.mask)
-    groups = data.group_of[list(batch.indices)]
-    return sequence_advantages(cfg, rewards, batch.mask, groups), None
+        return *gae_of(cfg, rewards, batch.values, batch.mask), removed
+    return sequence_advantages(cfg, rewards, batch.mask, groups), None, removed
+
+
+def _less_baseline(
+    cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, groups: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the rewards (B,) less the configured control variate."""
+    rewards = data.rewards[list(batch.indices)]
+    variate = cfg.control_variate
+    if variate.kind == "none":
+        return rewards, {}
+    baseline = leave_one_out_baseline(rewards, groups)
+    if variate.kind == "fitted":
+        known: dict[str, Tensor] = {
+            "length": batch.mask.sum(dim=1).double(),
+            "prompt_mean": baseline,
+        }
+        if batch.values is not None:
+            known["value"] = batch.values[:, 0].double()
+        baseline = fitted_baseline(
+            rewards, {name: known[name] for name in variate.features}, groups
+        )
+    adjusted = control_variate(rewards, baseline)
+    return adjusted.rewards, {"variance_removed": adjusted.variance_removed}
 
 
 def weights_of(
@@ -102,6 +161,59 @@ def weights_of(
     )
     sums = weight_metrics(ratio, weights, batch.mask, level=cfg.level, cap=cfg.cap)
     return weights, weight_report(sums)
+
+
+@dataclass(frozen=True)
+class SequenceVeto:
+    """Which responses of a step are too far from the behaviour policy.
+
+    Args:
+        keep: (B,) bool, True = trained on.
+        report: metrics.
+        log_tau: where the adaptive threshold stands.
+    """
+
+    keep: Tensor
+    report: dict[str, float]
+    log_tau: float | None
+
+
+def sequence_veto(
+    cfg: SequenceThresholdConfig,
+    data: Trajectories,
+    batch: Minibatch,
+    weights: Tensor,
+    log_tau: float | None,
+) -> SequenceVeto | None:
+    """Judge the responses of a step by their geometric-mean ratio; None where that is off.
+
+    Args:
+        weights: (B, T), truncated.
+        log_tau: where the adaptive threshold stood.
+
+    Raises:
+        TrainingError: nothing is left.
+    """
+    if cfg.mode == "off":
+        return None
+    behavior = pad([data.behavior_logprobs[i] for i in batch.indices])
+    ratio = sequence_log_ratio(batch.proximal_logprobs, behavior, batch.mask, level="geometric")
+    tau = cfg.tau
+    if cfg.mode == "adaptive":
+        target = TauTarget(cfg.tau_min, cfg.tau_max, cfg.target_ess_share, cfg.target_keep_share)
+        controller = TauController(target, cfg.smoothing, log_tau)
+        controller, choice = controller.update(ratio, sequence_weights(weights, batch.mask))
+        tau, log_tau = choice.tau, controller.log_tau
+    keep = geometric_mean_veto(ratio, tau)
+    if not bool(keep.any()):
+        raise TrainingError(
+            f"All {len(keep)} responses of a step are further than tau {tau:.3g} from the "
+            f"behaviour policy; the nearest is at {float(ratio.abs().min().exp()):.3g}",
+            "at least one response",
+            "raise filters.sequence.tau or tau_max, or lower the learning rate",
+        )
+    vetoed = 1.0 - float(keep.float().mean())
+    return SequenceVeto(keep, {"tau": tau, "vetoed_share": vetoed}, log_tau)
 
 
 def gae_of(

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.artifacts import RewardComponent, RewardModelCheckpoint
+from tasks.artifacts import RewardModelCheckpoint
 from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session
 from tasks.errors import RewardError
+from tasks.reward_record import RewardComponent
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,17 @@ class Responses:
 
     def of_subsets(self, subsets: Sequence[str]) -> Responses:
         """Return the part of these subsets."""
-        chosen = [i for i, pair in enumerate(self.pairs) if pair.subset in subsets]
-        return Responses(
-            [self.pairs[i] for i in chosen], [self.rendered[i] for i in chosen], self.left_out
-        )
+        return self.select([i for i, pair in enumerate(self.pairs) if pair.subset in subsets])
 
     def first(self, n_pairs: int) -> Responses:
         """Return the first pairs."""
-        return Responses(self.pairs[:n_pairs], self.rendered[:n_pairs], self.left_out)
+        return self.select(range(min(n_pairs, len(self.pairs))))
+
+    def select(self, indices: Sequence[int]) -> Responses:
+        """Return the pairs at these indices."""
+        return Responses(
+            [self.pairs[i] for i in indices], [self.rendered[i] for i in indices], self.left_out
+        )
 
     @cached_property
     def rows(self) -> list[Row]:
@@ -95,7 +98,9 @@ class Trajectories:
         ref_logprobs: N tensors of shape (T_i,), of the model that training starts from.
         components: what the rewards are made of.
         n_stored: rows of the dataset, laid out chosen, rejected, chosen, ...; rows behind them were
-            sampled as candidates.
+            sampled as candidates. Negative = all.
+        ended: (N,) bool, True = the response ends its turn. Empty = all do.
+        subsets: of each group. Empty = one subset.
     """
 
     rows: Sequence[Row]
@@ -105,6 +110,8 @@ class Trajectories:
     ref_logprobs: Sequence[Tensor]
     components: ComponentValues = field(default_factory=lambda: ComponentValues({}))
     n_stored: int = -1
+    ended: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    subsets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.n_stored < 0:

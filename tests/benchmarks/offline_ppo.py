@@ -10,10 +10,11 @@ This project's side is its own loop, `PPOLoop`: batches drawn by length, a windo
 two snapshots, the snapshot's log-probabilities at the start of each window (at most
 ``reanchor_steps`` batches; an epoch of few batches is one short window), advantages, weights,
 update. All that comes from the ``offline_ppo`` section of configs/demo.yaml but for batch size,
-rendering limits and learning rate. More passes happen once per run, before the loop: the behaviour
-policy's log-probabilities, which with ``behavior.policy: reference`` are those of the reference and
-computed once for both, and a score by each member of the reward model. They are timed whole, and an
-epoch is charged its share of them: that config's epochs are steps x batch_prompts / prompts.
+rendering limits and learning rate; guards and probes are off. More passes happen once per run,
+before the loop: the behaviour policy's log-probabilities, which with ``behavior.policy: reference``
+are those of the reference and computed once for both, and a score by each member of the reward
+model. They are timed whole, and an epoch is charged its share of them: that config's epochs are
+steps x batch_prompts / prompts.
 
 TRL's side is `train`, with random sampling, its default, and with ``group_by_length``, plus its
 reference pass (``precompute_ref_log_probs``), which runs before `train`. It is charged whole,
@@ -33,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -62,7 +63,6 @@ from benchmarks.reward_model import (
     open_peer,
     read_pairs,
 )
-from tasks.artifacts import RewardComponent
 from tasks.backends.behavior import REFERENCE
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.cluster import cluster_session
@@ -79,6 +79,7 @@ from tasks.backends.trajectories import (
 from tasks.config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.loading_config import load_config
+from tasks.reward_record import RewardComponent
 
 if TYPE_CHECKING:
     from tasks.backends.ppo_loop import PPOLoop
@@ -236,20 +237,26 @@ class TimedSession(Session):
         return found
 
 
+class _NoCheckpoints(CheckpointStore):
+    """Writes nothing, as the other side does."""
+
+    def save(self, *_: Any, **__: Any) -> None: ...
+
+
 def build_loop(
     session: Session, cfg: OfflinePPOConfig, data: Trajectories, directory: Path
 ) -> PPOLoop:
     """Make the loop as the stage does; the one place that knows what it takes."""
     from tasks.backends.ppo_loop import PPOLoop
 
-    store = CheckpointStore(directory, cfg.checkpoint.keep)
+    store = _NoCheckpoints(directory, cfg.checkpoint.keep)
     return PPOLoop(session, cfg, data, store, NoLog())
 
 
 def _load_roles(session: Session, defaults: Defaults, model_dir: Path, scratch: Path) -> None:
     """Load actor, reference and reward models; these get a head, because a language model has
     none."""
-    from tasks.backends.ppo_loop import ACTOR
+    from tasks.backends.ppo_batches import ACTOR
 
     optimizer = defaults.cfg.optimizer.model_copy(
         update={"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_share": 0.0}
@@ -289,6 +296,8 @@ class OwnSide:
             defaults.cfg.model_dump()
             | {"rendering": RENDERING.model_dump(), "runtime": runtime.model_dump()}
             | {"batch_prompts": settings.batch_pairs}
+            # A guard may change the batch size, and an epoch would no longer be one.
+            | {"guards": defaults.cfg.guards.model_dump() | {"enabled": False}}
         )
         self.limit = merge_limit(model_dir, runtime)
         self.seeds = random.Random(SEED)

@@ -43,7 +43,8 @@ from tasks.algorithms.reward_losses import PairRegularization
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.backends.cluster import cluster_session
 from tasks.backends.roles import Batch, RoleSpec, Row
-from tasks.backends.session import Session, open_session, to_tensordict
+from tasks.backends.row_batches import to_tensordict
+from tasks.backends.session import Session, open_session
 from tasks.config import OptimizerConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
