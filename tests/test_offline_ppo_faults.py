@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -148,3 +149,99 @@ def test_a_row_that_is_too_large_is_told(train: Any, monkeypatch: pytest.MonkeyP
     _limit_memory(monkeypatch, 1)
     with pytest.raises(TrainingError, match=r"memory ran out with 192 tokens per micro-batch and"):
         train()
+
+
+POISON = {
+    # The opposite of what the labels say, as a negated reward model would have it.
+    "against_labels": "-1.0 if solution_str == ground_truth else 1.0",
+    # Longer is better.
+    "length": "float(len(solution_str))",
+}
+LONG_RUN: dict[str, Any] = {
+    "steps": 48,
+    "batch_prompts": 16,
+    "reanchor_steps": 4,
+    "optimizer": {"learning_rate": 5e-3, "schedule": "constant"},
+    "guards": {"enabled": True, "probe_every_steps": 4, "probe_prompts": 32, "held_out_pairs": 512},
+}
+# The first rule would stop before the first step; with it off, what the policy does has to tell.
+BY_CONDUCT = {
+    "thresholds": {
+        "reward_against_labels": None,
+        "probe_kl": None,
+        "probe_win_rate": None,
+        "reward_variance": None,
+        "entropy_jump": None,
+        "effective_samples": None,
+    }
+}
+
+
+@pytest.fixture
+def poison(train: Any, tmp_path: Path) -> Any:
+    """A function that trains on a poisoned reward."""
+
+    def run(kind: str, **guards: Any) -> PolicyCheckpoint:
+        file = tmp_path / f"{kind}.py"
+        head = "def reward_fn(data_source, solution_str, ground_truth, extra_info):\n"
+        file.write_text(f"{head}    return {POISON[kind]}\n")
+        reward = {"components": {"function": 1.0, "reward_model": 0.0}, "function_path": str(file)}
+        found: PolicyCheckpoint = train(**merge(LONG_RUN, {"reward": reward, "guards": guards}))
+        return found
+
+    return run
+
+
+def _is_base(policy: PolicyCheckpoint, base: str) -> bool:
+    models = [
+        load_causal_lm(path).state_dict() for path in (policy.model_dir, Path(base) / "model")
+    ]
+    return all(torch.equal(tensor, models[1][name]) for name, tensor in models[0].items())
+
+
+def _last(policy: PolicyCheckpoint, metric: str) -> float:
+    lines = (policy.path / "report" / "history.jsonl").read_text().splitlines()
+    found = [json.loads(line)["metrics"] for line in lines]
+    return [float(metrics[metric]) for metrics in found if metric in metrics][-1]
+
+
+def test_a_reward_against_the_labels_is_refused_before_training(poison: Any, base: str) -> None:
+    policy = poison("against_labels")
+    assert _is_base(policy, base)
+    assert "reward_against_labels at step 0" in _tags(policy)["event.guard.reward_against_labels"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "metric", "bound"),
+    [
+        ("against_labels", "held_out_accuracy", "held_out_accuracy", 0.42),
+        ("length", "probe_length", "probe_length_tokens", None),
+    ],
+)
+def test_what_a_poisoned_policy_does_ends_the_run_where_it_began(
+    kind: str, rule: str, metric: str, bound: float | None, poison: Any, base: str
+) -> None:
+    # 38 held-out pairs are too few to tell one rule's noise from the other rule's poison.
+    other = {"held_out_accuracy", "probe_length"} - {rule}
+    thresholds = BY_CONDUCT["thresholds"] | dict.fromkeys(other)
+    guarded = poison(kind, thresholds=thresholds)
+    assert _is_base(guarded, base)
+    tags = _tags(guarded)
+    assert f"Guard {rule} at step" in tags[f"event.guard.{rule}"]
+    assert int(tags["event.stopped"].split()[2].rstrip(":")) < 48
+    # Without guards the same run goes on to the end, and further down.
+    free = poison(kind, enabled=False)
+    assert not _is_base(free, base)
+    if bound is None:
+        assert _last(free, metric) > 1.5 * _first(free, metric)
+    else:
+        assert _last(free, metric) < bound
+
+
+def _first(policy: PolicyCheckpoint, metric: str) -> float:
+    lines = (policy.path / "report" / "history.jsonl").read_text().splitlines()
+    return next(
+        float(found[metric])
+        for found in (json.loads(line)["metrics"] for line in lines)
+        if metric in found
+    )
