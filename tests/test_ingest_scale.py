@@ -97,7 +97,7 @@ def test_a_dead_worker_is_an_error(large: Path, tmp_path: Path) -> None:
     results = parse_chunks(_jobs(large, tmp_path, 50), options, 2)
     next(results)
     children = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "chunk_pool"], capture_output=True, text=True
+        ["pgrep", "-P", str(os.getpid()), "-f", "chunk_worker"], capture_output=True, text=True
     ).stdout.split()
     assert len(children) == 2
     os.kill(int(children[0]), signal.SIGKILL)

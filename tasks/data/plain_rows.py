@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Final
 
@@ -19,11 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tasks.data.hh import ANSWER, ID_DIGITS, QUESTION
-from tasks.data.keys import (
-    ROLE_PARTS,
-    fold_many,
-    unordered_key,
-)
+from tasks.data.keys import ROLE_PARTS, fold_many, unordered_key
 from tasks.data.schemas import MESSAGE_TYPE
 
 _MOST_EXCHANGES: Final = 1000
@@ -32,6 +28,9 @@ _PREFIXES: Final = pa.array([ROLE_PARTS["user"], ROLE_PARTS["assistant"]], pa.la
 _SEPARATOR: Final = pa.scalar("\x00", pa.large_string())
 _NOTHING: Final = pa.scalar("", pa.large_string())
 _COLON: Final = pa.scalar(":", pa.large_string())
+_ID_HEAD: Final = pa.scalar(f"{ID_DIGITS}:", pa.large_string())
+# Both hexadecimal digits of each byte, as one number.
+_HEX: Final = np.frombuffer(bytes(range(256)).hex().encode(), "<u2")
 
 Array = np.ndarray[Any, Any]
 
@@ -57,32 +56,40 @@ class PlainPairs:
     Args:
         index: which of the rows given they are.
         columns: as the general parser's, without what only it finds.
-        keys: 16 bytes for both labels of each pair, 8 for its exact text.
-        roots: digests of the first user turns.
+        keys: 16 bytes for both labels of each pair, 8 for its exact text, as three numbers.
+        roots: the first 16 bytes of the digests of the first user turns, as two numbers.
         directions: which of the two labels each pair is.
     """
 
     index: Array
     columns: dict[str, pa.Array]
-    keys: list[bytes] = field(default_factory=list)
-    roots: list[bytes] = field(default_factory=list)
-    directions: list[bool] = field(default_factory=list)
-    splits: list[int] = field(default_factory=list)
+    keys: Array
+    roots: Array
+    directions: Array
+    splits: list[int]
 
 
 @dataclass(frozen=True)
 class _Texts:
-    """Rows that are fit: prompt transcripts and both answers."""
+    """Rows that are fit.
+
+    Args:
+        head: prompts as transcripts.
+        turns: stripped, of all prompts one after another.
+        starts: where each prompt's turns start and end.
+    """
 
     index: Array
     head: pa.Array
     chosen: pa.Array
     rejected: pa.Array
+    turns: pa.Array
+    starts: Array
 
     @property
-    def parts(self) -> tuple[pa.Array, pa.Array, pa.Array]:
-        """The three texts of each row."""
-        return self.head, self.chosen, self.rejected
+    def n_turns(self) -> Array:
+        """Turns of each prompt."""
+        return np.diff(self.starts)
 
 
 def parse_plain(
@@ -93,22 +100,19 @@ def parse_plain(
     Also None when there may be a control character in any of them.
     """
     texts = _fit_texts(pa.array(chosen, pa.large_string()), pa.array(rejected, pa.large_string()))
-    n = len(texts.index)
-    joined = pc.binary_join_element_wise(*texts.parts, _NOTHING, _SEPARATOR)
-    folded = fold_many(_bytes_of(joined), 3 * n) if n else None
-    if folded is None:
+    folded = _folded(texts.head, texts.chosen, texts.rejected)
+    if not folded:
         return None
-    turns, starts = _turns_of(texts.head)
-    columns = _columns(texts, turns, starts)
-    pairs = PlainPairs(texts.index, columns)
-    _add_ids(pairs, _prompt_texts(turns, starts, columns["role_codes"]), texts)
-    _add_keys(pairs, folded, np.diff(starts).tolist())
-    pairs.roots = _roots(turns.take(pa.array(starts[:-1])))
-    group_ids = [root.hex()[:ID_DIGITS] for root in pairs.roots]
-    pairs.splits = split_all(group_ids)
-    columns["group_id"] = pa.array(group_ids, pa.string())
-    del columns["role_codes"]
-    return pairs
+    columns, codes = _columns(texts)
+    prompt_ids = _hex_of(_digests(_prompt_texts(texts, codes)))
+    digests = _digests(_pair_texts(texts, prompt_ids))
+    keys, directions = _keys(folded, texts)
+    roots = _root_digests(texts.turns.take(pa.array(texts.starts[:-1])))
+    group_ids = _hex_of(roots)
+    columns |= {"pair_id": _hex_of(digests), "prompt_id": prompt_ids, "group_id": group_ids}
+    exact, starts = digests.view("<u8")[:, :1], roots.view("<u8")[:, :2]
+    splits = split_all(group_ids.to_pylist())
+    return PlainPairs(texts.index, columns, np.hstack([keys, exact]), starts, directions, splits)
 
 
 def _fit_texts(chosen: pa.Array, rejected: pa.Array) -> _Texts:
@@ -130,9 +134,12 @@ def _fit_texts(chosen: pa.Array, rejected: pa.Array) -> _Texts:
         *(pc.greater(pc.binary_length(answer), 0) for answer in answers),
         pc.not_equal(*answers),
     )
-    fit &= _alternates(heads[0])
+    exchanges = pc.split_pattern(heads[0], QUESTION)
+    parts = pc.split_pattern(exchanges.flatten(), ANSWER)
+    fit &= _alternates(exchanges, parts)
     mask = pa.array(fit)
-    return _Texts(both[fit], heads[0].filter(mask), *(answer.filter(mask) for answer in answers))
+    kept = [text.filter(mask) for text in (heads[0], *answers)]
+    return _Texts(both[fit], *kept, *_turns_of(exchanges, parts, fit))
 
 
 def _and(*conditions: pa.Array) -> Array:
@@ -140,42 +147,40 @@ def _and(*conditions: pa.Array) -> Array:
     return found
 
 
-def _alternates(heads: pa.Array) -> Array:
+def _alternates(exchanges: pa.Array, parts: pa.Array) -> Array:
     """Return which prompts are questions with one answer each, but for the last."""
-    if not len(heads):
+    if not len(exchanges):
         return np.zeros(0, bool)
-    exchanges = pc.split_pattern(heads, QUESTION)
     ends = exchanges.offsets.to_numpy()
-    parts = np.diff(pc.split_pattern(exchanges.flatten(), ANSWER).offsets.to_numpy())
-    right = np.full(len(parts), 2)
+    n_parts = np.diff(parts.offsets.to_numpy())
+    right = np.full(len(n_parts), 2)
     right[ends[:-1]] = 1
     right[ends[1:] - 1] = 1
-    is_right: Array = np.logical_and.reduceat(parts == right, ends[:-1])
+    is_right: Array = np.logical_and.reduceat(n_parts == right, ends[:-1])
     length = np.diff(ends)
     fit: Array = is_right & (length > 1) & (length < _MOST_EXCHANGES)
     return fit
 
 
-def _turns_of(heads: pa.Array) -> tuple[pa.Array, Array]:
-    """Return the turns of all prompts, stripped, and where each prompt's turns start and end."""
-    exchanges = pc.split_pattern(heads, QUESTION)
-    parts = pc.split_pattern(exchanges.flatten(), ANSWER)
+def _turns_of(exchanges: pa.Array, parts: pa.Array, fit: Array) -> tuple[pa.Array, Array]:
+    """Return the turns of the fit prompts, stripped, and where each one's start and end."""
     ends = parts.offsets.to_numpy()[exchanges.offsets.to_numpy()]
-    flat = parts.flatten()
+    n_parts = np.diff(ends)
+    is_turn = np.repeat(fit, n_parts)
     # What stands before the first question is empty.
-    is_turn = np.ones(len(flat), bool)
     is_turn[ends[:-1]] = False
-    return pc.utf8_trim_whitespace(flat.filter(pa.array(is_turn))), ends - np.arange(len(ends))
+    starts = np.concatenate([[0], np.cumsum(n_parts[fit] - 1)])
+    return pc.utf8_trim_whitespace(parts.flatten().filter(pa.array(is_turn))), starts
 
 
-def _columns(texts: _Texts, turns: pa.Array, starts: Array) -> dict[str, pa.Array]:
-    n_turns = np.diff(starts)
+def _columns(texts: _Texts) -> tuple[dict[str, pa.Array], pa.Array]:
+    """Return what is there before anything is hashed, and the role of each turn."""
+    turns, starts, n_turns = texts.turns, texts.starts, texts.n_turns
     codes = pa.array((np.arange(len(turns)) - np.repeat(starts[:-1], n_turns)) % 2)
     messages = pa.StructArray.from_arrays([_ROLES.take(codes), turns], fields=list(MESSAGE_TYPE))
     kind = pa.list_(pa.field("element", MESSAGE_TYPE, False))
     chars = pc.utf8_length(turns).to_numpy()
-    return {
-        "role_codes": codes,
+    columns = {
         "chosen": texts.chosen,
         "rejected": texts.rejected,
         "n_turns": pa.array(n_turns + 1, pa.int32()),
@@ -185,6 +190,7 @@ def _columns(texts: _Texts, turns: pa.Array, starts: Array) -> dict[str, pa.Arra
         "alternating": pa.array(np.ones(len(n_turns), bool)),
         "prompt": pa.ListArray.from_arrays(pa.array(starts, pa.int32()), messages, kind),
     }
+    return columns, codes
 
 
 def _counted(texts: pa.Array) -> tuple[pa.Array, pa.Scalar, pa.Array]:
@@ -193,58 +199,63 @@ def _counted(texts: pa.Array) -> tuple[pa.Array, pa.Scalar, pa.Array]:
     return lengths, _COLON, texts
 
 
-def _prompt_texts(turns: pa.Array, starts: Array, codes: pa.Array) -> pa.Array:
+def _prompt_texts(texts: _Texts, codes: pa.Array) -> pa.Array:
     """Return the text that each prompt's id is the hash of."""
-    parts = pc.binary_join_element_wise(_PREFIXES.take(codes), *_counted(turns), _NOTHING)
-    rows = pa.LargeListArray.from_arrays(pa.array(starts, pa.int64()), parts)
+    parts = pc.binary_join_element_wise(_PREFIXES.take(codes), *_counted(texts.turns), _NOTHING)
+    rows = pa.LargeListArray.from_arrays(pa.array(texts.starts, pa.int64()), parts)
     return pc.binary_join(rows, _NOTHING)
 
 
-def _add_ids(pairs: PlainPairs, prompts: pa.Array, texts: _Texts) -> None:
-    sha256, digits = hashlib.sha256, ID_DIGITS
-    prompt_ids = [sha256(text).hexdigest()[:digits] for text in _slices(prompts)]
-    ids = pa.array(prompt_ids, pa.large_string())
+def _pair_texts(texts: _Texts, prompt_ids: pa.Array) -> pa.Array:
+    """Return the text that each pair's id is the hash of."""
     counted = (*_counted(texts.chosen), *_counted(texts.rejected))
-    head = pa.scalar(f"{digits}:", pa.large_string())
-    whole = pc.binary_join_element_wise(head, ids, *counted, _NOTHING)
-    pairs.keys = [sha256(text).digest() for text in _slices(whole)]
-    pairs.columns["prompt_id"] = ids.cast(pa.string())
-    pair_ids = [digest.hex()[:digits] for digest in pairs.keys]
-    pairs.columns["pair_id"] = pa.array(pair_ids, pa.string())
+    ids = prompt_ids.cast(pa.large_string())
+    return pc.binary_join_element_wise(_ID_HEAD, ids, *counted, _NOTHING)
 
 
-def _add_keys(pairs: PlainPairs, folded: list[bytes], n_turns: list[int]) -> None:
-    exact = pairs.keys
-    pairs.keys = []
-    rows = zip(folded[::3], folded[1::3], folded[2::3], exact, n_turns, strict=True)
-    for index, (prompt, better, worse, digest, n) in enumerate(rows):
-        pairs.keys.append(unordered_key(b"%d:" % n + prompt, better, worse) + digest[:8])
-        pairs.directions.append(
-            better < worse if better != worse else _is_first(pairs.columns, index)
-        )
-
-
-def _is_first(columns: dict[str, pa.Array], index: int) -> bool:
-    first: str = columns["chosen"][index].as_py()
-    second: str = columns["rejected"][index].as_py()
-    return first < second
-
-
-def _roots(firsts: pa.Array) -> list[bytes]:
-    """Return the digests of the first user turns, which have no control characters."""
-    joined = pc.binary_join_element_wise(firsts, _NOTHING, _SEPARATOR)
-    folded = fold_many(_bytes_of(joined), len(firsts))
-    assert folded is not None, "they were looked at with the whole prompts"
-    sha256 = hashlib.sha256
-    return [sha256(text).digest() for text in folded]
-
-
-def _slices(texts: pa.Array) -> list[memoryview]:
-    """Return the bytes of each text, where they are."""
+def _digests(texts: pa.Array) -> Array:
+    """Return the SHA-256 of each text, of shape (n, 32)."""
     ends = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
     data = memoryview(texts.buffers()[2] or b"")
-    places = ends.tolist()
-    return [data[start:end] for start, end in pairwise(places)]
+    sha256 = hashlib.sha256
+    found = [sha256(data[start:end]).digest() for start, end in pairwise(ends.tolist())]
+    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32)
+
+
+def _hex_of(digests: Array) -> pa.Array:
+    """Return the first digits of each digest in hexadecimal."""
+    digits = _HEX[digests[:, : ID_DIGITS // 2]]
+    ends = np.arange(len(digests) + 1, dtype=np.int32) * ID_DIGITS
+    return pa.StringArray.from_buffers(len(digests), pa.py_buffer(ends), pa.py_buffer(digits))
+
+
+def _folded(*columns: pa.Array) -> list[bytes] | None:
+    """Return the texts of each row, row by row, normalized; None for control characters."""
+    joined = pc.binary_join_element_wise(*columns, _NOTHING, _SEPARATOR)
+    return fold_many(_bytes_of(joined), len(columns) * len(joined))
+
+
+def _keys(folded: list[bytes], texts: _Texts) -> tuple[Array, Array]:
+    """Return the keys of all pairs as two numbers each, and which label each pair is."""
+    found, directions, alike = [], [], []
+    rows = zip(folded[::3], folded[1::3], folded[2::3], texts.n_turns.tolist(), strict=True)
+    for prompt, better, worse, n_turns in rows:
+        directions.append(better < worse)
+        if better == worse:
+            alike.append(len(directions) - 1)
+        found.append(unordered_key(b"%d:%b" % (n_turns, prompt), better, worse))
+    for index in alike:
+        directions[index] = texts.chosen[index].as_py() < texts.rejected[index].as_py()
+    return np.frombuffer(b"".join(found), "<u8").reshape(-1, 2), np.array(directions)
+
+
+def _root_digests(firsts: pa.Array) -> Array:
+    """Return the digests of the first user turns, which have no control characters."""
+    folded = _folded(firsts)
+    assert folded is not None, "they were looked at with the whole prompts"
+    sha256 = hashlib.sha256
+    found = [sha256(text).digest() for text in folded]
+    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32)
 
 
 def _bytes_of(texts: pa.Array) -> bytes:

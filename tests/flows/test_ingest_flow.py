@@ -82,7 +82,7 @@ def _check_mlflow(tracker: Any, run_id: str, dataset: PreferenceDataset) -> None
     names = {info.path for info in client.list_artifacts(run_id)}
     assert {"card.md", "artifact.json", "card"} <= names
     plots = {info.path for info in client.list_artifacts(run_id, "card")}
-    assert plots == {"card/lengths.png", "card/rows.png"}
+    assert plots == {"card/lengths.svg", "card/rows.svg"}
     inputs = {
         entry.dataset.name: entry.dataset for entry in client.get_run(run_id).inputs.dataset_inputs
     }
