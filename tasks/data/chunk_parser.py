@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
+import pyarrow as pa
 
 from tasks.data.chunk_jobs import (
     KEY_RECORD,
@@ -41,7 +42,7 @@ from tasks.data.keys import (
     transcript_of,
     unordered_key,
 )
-from tasks.data.plain_rows import PlainPairs, parse_plain, two_texts
+from tasks.data.plain_rows import PlainPairs, parse_plain, two_columns, two_texts
 from tasks.data.row_numbers import Judge
 from tasks.data.rows import Row, check_characters, decode_object, read_row, storable
 from tasks.data.spill import (
@@ -77,23 +78,42 @@ class ChunkParser:
             DataError: a line too long to be a row.
         """
         reader = LineReader(job.file, job.payload)
-        rows = list(reader.rows())
-        chunk = _Chunk(job, len(rows))
-        is_plain = self._is_usual and chunk.may_be_plain
-        for position in self._parse_plain(chunk, rows) if is_plain else range(len(rows)):
+        chunk = _Chunk(job)
+        plain = self._is_usual and chunk.may_be_plain
+        text = reader.text() if plain else None
+        whole = two_columns(text) if text is not None else None
+        if whole is not None and text is not None:
+            chunk.n_rows = n_lines = len(whole.chosen)
+            places = np.arange(n_lines)
+            others = self._take_plain(chunk, whole.chosen, whole.rejected, places, places)
+            rows = {number: (number, whole.line(text, number)) for number in others}
+        else:
+            rows = dict(enumerate(reader.rows()))
+            n_lines, chunk.n_rows = reader.n_lines, len(rows)
+            others = self._parse_plain(chunk, list(rows.values())) if plain else list(rows)
+        for position in others:
             self._parse_row(chunk, position, *rows[position])
-        return chunk.finish(reader.n_lines)
+        return chunk.finish(n_lines)
 
     def _parse_plain(self, chunk: _Chunk, rows: list[tuple[int, Any]]) -> list[int]:
-        """Parse rows of two texts at once; return which are not as they should be."""
+        """Parse those rows that are two texts at once; return which are not as they should be."""
         texts = [two_texts(raw) for _, raw in rows]
-        two = [position for position, found in enumerate(texts) if found is not None]
-        chosen, rejected = [[found[side] for found in texts if found] for side in (0, 1)]
+        places = np.flatnonzero([found is not None for found in texts])
+        chosen, rejected = (
+            pa.array([found[side] for found in texts if found], pa.large_string())
+            for side in (0, 1)
+        )
+        lines = np.array([line for line, _ in rows])
+        return self._take_plain(chunk, chosen, rejected, places, lines)
+
+    def _take_plain(
+        self, chunk: _Chunk, chosen: pa.Array, rejected: pa.Array, places: Array, lines: Array
+    ) -> list[int]:
         pairs = parse_plain(chosen, rejected, lambda ids: self._splits_of(chunk.job.file, ids))
-        is_open = np.ones(len(rows), bool)
+        is_open = np.ones(chunk.n_rows, bool)
         if pairs is not None:
-            positions = np.array(two)[pairs.index]
-            chunk.take(pairs, positions, np.array([line for line, _ in rows])[positions])
+            positions = places[pairs.index]
+            chunk.take(pairs, positions, lines[positions])
             is_open[positions] = False
         found: list[int] = np.flatnonzero(is_open).tolist()
         return found
@@ -265,12 +285,12 @@ class _Keys(NamedTuple):
 class _Chunk:
     """What has been read of one chunk."""
 
-    def __init__(self, job: ParseJob, n_rows: int) -> None:
+    def __init__(self, job: ParseJob) -> None:
         self.job = job
         self.form = job.file.form
         is_hh = self.form in ("auto", "hh") and isinstance(job.payload, Span | Block | Rows)
         self.may_be_plain = is_hh and job.file.subset_column is None and job.file.weight >= 1.0
-        self.n_rows = n_rows
+        self.n_rows = 0
         self.keys: list[bytes] = []
         self.codes: list[tuple[int, int, bool, int]] = []
         self.batch = PairBatch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import unicodedata
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -51,25 +51,27 @@ def fold_many(raw: bytes, n_parts: int) -> list[bytes] | None:
     if len(parts) != n_parts + 1:
         return None
     parts.pop()
-    changed = _changed_parts(raw)
-    originals = raw.split(b"\x00") if changed else []
-    for index in changed:
-        parts[index] = fold(originals[index])
+    data = np.frombuffer(raw, np.uint8)
+    high = _high_places(data)
+    if len(high):
+        ends = np.flatnonzero(data == 0)
+        for index in np.unique(np.searchsorted(ends, high)).tolist():
+            start = ends[index - 1] + 1 if index else 0
+            parts[index] = fold(raw[start : ends[index]])
     return parts
 
 
-def _changed_parts(raw: bytes) -> list[int]:
-    """Return which of the texts before NULs have other characters than `_UNCHANGED` and ASCII."""
-    data = np.frombuffer(raw, np.uint8)
-    is_high = data >= 0x80
-    lead = np.flatnonzero(data == 0xE2)
-    same = lead[(data[lead + 1] == 0x80) & _UNCHANGED_ENDS[data[lead + 2]]]
+def _high_places(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return where characters are that are neither ASCII nor `_UNCHANGED`, byte by byte."""
+    places: np.ndarray[Any, Any] = np.flatnonzero(data >= 0x80)
+    # A character of three bytes holds three places in a row.
+    lead = np.flatnonzero(data[places] == 0xE2)
+    at = places[lead]
+    lead = lead[(data[at + 1] == 0x80) & _UNCHANGED_ENDS[data[at + 2]]]
+    other = np.ones(len(places), bool)
     for offset in range(3):
-        is_high[same + offset] = False
-    places = np.flatnonzero(is_high)
-    if not len(places):
-        return []
-    found: list[int] = np.unique(np.searchsorted(np.flatnonzero(data == 0), places)).tolist()
+        other[lead + offset] = False
+    found: np.ndarray[Any, Any] = places[other]
     return found
 
 

@@ -1,8 +1,9 @@
 """Whole chunks of HH transcripts at a time: what nearly all rows of HH-RLHF are.
 
-Arrow's kernels split and strip the texts of all rows at once; only hashing is done row by row. A
-row that is anything but two transcripts with the same prompt, turns that alternate and two
-different answers is left to the general parser, which would give the same for the others, too.
+Arrow reads the lines, the turns of all rows are found in one pass over their bytes, and Arrow's
+kernels cut and strip the texts; only hashing is done row by row. A row that is anything but two
+transcripts with the same prompt, turns that alternate and two different answers is left to the
+general parser, which would give the same for the others, too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.json as pj
 
 from tasks.data.hh import ANSWER, ID_DIGITS, QUESTION
 from tasks.data.keys import ROLE_PARTS, fold_many, unordered_key
 from tasks.data.schemas import MESSAGE_TYPE
 
-_MOST_EXCHANGES: Final = 1000
 _ROLES: Final = pa.array(["user", "assistant"], pa.string())
 _PREFIXES: Final = pa.array([ROLE_PARTS["user"], ROLE_PARTS["assistant"]], pa.large_string())
 _SEPARATOR: Final = pa.scalar("\x00", pa.large_string())
@@ -32,7 +33,54 @@ _ID_HEAD: Final = pa.scalar(f"{ID_DIGITS}:", pa.large_string())
 # Both hexadecimal digits of each byte, as one number.
 _HEX: Final = np.frombuffer(bytes(range(256)).hex().encode(), "<u2")
 
+_TWO: Final = pa.schema([("chosen", pa.large_string()), ("rejected", pa.large_string())])
+_TWO_OPTIONS: Final = pj.ParseOptions(explicit_schema=_TWO, unexpected_field_behavior="error")
+
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class TwoColumns:
+    """Lines that are two texts each.
+
+    Args:
+        line_ends: where the line breaks between the lines are.
+    """
+
+    chosen: pa.Array
+    rejected: pa.Array
+    line_ends: Array
+
+    def line(self, text: bytes, number: int) -> bytes:
+        """Return a line of the text that this was read from."""
+        start = self.line_ends[number - 1] + 1 if number else 0
+        end = self.line_ends[number] if number < len(self.line_ends) else len(text)
+        return text[start:end].removesuffix(b"\n")
+
+
+def two_columns(text: bytes) -> TwoColumns | None:
+    """Return chosen and rejected of lines that all are these two texts and nothing else.
+
+    None where a line may be anything else, if only a blank one.
+    """
+    data = np.frombuffer(text, np.uint8)
+    breaks = np.flatnonzero(data == 10)
+    between = breaks[:-1] if text.endswith(b"\n") else breaks
+    # Arrow does not mind where lines end. Outside of strings such a row has one closing brace, so
+    # that lines from brace to brace that are as many as the rows are one row each.
+    braces = text.startswith(b"{") and text.endswith((b"}\n", b"}"))
+    if not braces or (data[between - 1] != 0x7D).any() or (data[between + 1] != 0x7B).any():
+        return None
+    options = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
+    try:
+        found = pj.read_json(pa.BufferReader(text), options, _TWO_OPTIONS)
+        found.validate(full=True)
+    except pa.ArrowException:
+        return None
+    columns = [column.combine_chunks() for column in found.columns]
+    if found.num_rows != len(between) + 1 or any(column.null_count for column in columns):
+        return None
+    return TwoColumns(*columns, between)
 
 
 def two_texts(raw: bytes) -> tuple[str, str] | None:
@@ -86,28 +134,27 @@ class _Texts:
     turns: pa.Array
     starts: Array
 
-    @property
-    def n_turns(self) -> Array:
-        """Turns of each prompt."""
-        return np.diff(self.starts)
-
 
 def parse_plain(
-    chosen: list[str], rejected: list[str], split_all: Callable[[list[str]], list[int]]
+    chosen: pa.Array, rejected: pa.Array, split_all: Callable[[list[str]], list[int]]
 ) -> PlainPairs | None:
     """Return the pairs of those rows that nothing is wrong with; None when there are none.
 
     Also None when there may be a control character in any of them.
     """
-    texts = _fit_texts(pa.array(chosen, pa.large_string()), pa.array(rejected, pa.large_string()))
-    folded = _folded(texts.head, texts.chosen, texts.rejected)
+    if not len(chosen):
+        return None
+    texts = _fit_texts(chosen, rejected)
+    firsts = texts.turns.take(pa.array(texts.starts[:-1]))
+    folded = _folded(texts.head, texts.chosen, texts.rejected, firsts)
     if not folded:
         return None
     columns, codes = _columns(texts)
     prompt_ids = _hex_of(_digests(_prompt_texts(texts, codes)))
     digests = _digests(_pair_texts(texts, prompt_ids))
     keys, directions = _keys(folded, texts)
-    roots = _root_digests(texts.turns.take(pa.array(texts.starts[:-1])))
+    sha256 = hashlib.sha256
+    roots = _as_rows([sha256(text).digest() for text in folded[3::4]], np.uint8)
     group_ids = _hex_of(roots)
     columns |= {"pair_id": _hex_of(digests), "prompt_id": prompt_ids, "group_id": group_ids}
     exact, starts = digests.view("<u8")[:, :1], roots.view("<u8")[:, :2]
@@ -115,31 +162,108 @@ def parse_plain(
     return PlainPairs(texts.index, columns, np.hstack([keys, exact]), starts, directions, splits)
 
 
+@dataclass(frozen=True)
+class _Marks:
+    """Where the speakers of a column of transcripts are named.
+
+    Args:
+        data: the texts one after another.
+        ends: where each text starts and ends.
+        start, end: of each mark, in the data.
+        is_answer: whether the assistant speaks.
+        row: which text the mark is in.
+        n_of: marks in each text.
+        first: number of the first mark of each text.
+    """
+
+    data: pa.Buffer
+    ends: Array
+    start: Array
+    end: Array
+    is_answer: Array
+    row: Array
+    n_of: Array
+    first: Array
+
+    def alternate(self) -> Array:
+        """Return which texts are questions with one answer each, and nothing before."""
+        fit: Array = (self.n_of > 0) & (self.n_of % 2 == 0)
+        fit[self.row[self.is_answer != (self.rank() % 2 == 1)]] = False
+        fit[fit] = self.start[self.first[fit]] == self.ends[:-1][fit]
+        return fit
+
+    def rank(self) -> Array:
+        """Return the place of each mark in its text, from 0 on."""
+        return np.arange(len(self.row)) - self.first[self.row]
+
+    def end_in_answers(self) -> Array:
+        """Return which texts end with an answer."""
+        fit: Array = self.n_of > 0
+        fit[fit] = self.is_answer[(self.first + self.n_of - 1)[fit]]
+        return fit
+
+    def around_the_last(self, rows: Array) -> tuple[pa.Array, pa.Array]:
+        """Return what stands before and after the last mark of some texts."""
+        last = (self.first + self.n_of - 1)[rows]
+        places = np.stack([self.ends[rows], self.start[last], self.end[last], self.ends[rows + 1]])
+        pieces = _pieces(self.data, np.append(places.T.ravel(), self.ends[-1]))
+        index = np.arange(len(rows)) * 4
+        return pieces.take(pa.array(index)), pieces.take(pa.array(index + 2))
+
+    def after(self, marks: Array) -> pa.Array:
+        """Return what stands between some marks and the next ones."""
+        places = np.stack([self.start, self.end]).T.ravel()
+        pieces = _pieces(self.data, np.append(places, self.ends[-1]))
+        return pieces.take(pa.array(2 * np.flatnonzero(marks) + 1))
+
+
+def _pieces(data: pa.Buffer, places: Array) -> pa.Array:
+    """Return what lies between places that do not fall, where it is."""
+    ends = pa.py_buffer(np.ascontiguousarray(places, dtype=np.int64))
+    return pa.LargeStringArray.from_buffers(len(places) - 1, ends, data)
+
+
+def _marks_of(column: pa.Array) -> _Marks:
+    ends, buffer = _ends_of(column), column.buffers()[2] or pa.py_buffer(b"")
+    data = np.frombuffer(buffer, np.uint8)
+    breaks = np.flatnonzero(data == 10)
+    breaks = breaks[:-1][np.diff(breaks) == 1]
+    found = []
+    for word in (QUESTION, ANSWER):
+        at = breaks[breaks + len(word) <= len(data)]
+        for offset, byte in enumerate(word.encode()[2:], start=2):
+            at = at[data[at + offset] == byte]
+        row = np.searchsorted(ends, at, side="right") - 1
+        at, row = at[(row >= 0) & (row < len(column))], row[(row >= 0) & (row < len(column))]
+        is_inside = at + len(word) <= ends[row + 1]
+        found.append((at[is_inside], row[is_inside]))
+    start, row = (np.concatenate(both) for both in zip(*found, strict=True))
+    is_answer = np.arange(len(start)) >= len(found[0][0])
+    order = np.argsort(start)
+    start, row, is_answer = start[order], row[order], is_answer[order]
+    end = start + np.where(is_answer, len(ANSWER), len(QUESTION))
+    n_of = np.bincount(row, minlength=len(column))
+    return _Marks(buffer, ends, start, end, is_answer, row, n_of, np.cumsum(n_of) - n_of)
+
+
 def _fit_texts(chosen: pa.Array, rejected: pa.Array) -> _Texts:
-    sides = [
-        pc.split_pattern(side, ANSWER, max_splits=1, reverse=True) for side in (chosen, rejected)
-    ]
-    ends = [side.offsets.to_numpy() for side in sides]
-    both = np.flatnonzero((np.diff(ends[0]) == 2) & (np.diff(ends[1]) == 2))
-    heads, tails = [], []
-    for side, end in zip(sides, ends, strict=True):
-        flat = side.flatten()
-        heads.append(flat.take(pa.array(end[both])))
-        tails.append(flat.take(pa.array(end[both] + 1)))
-    answers = [pc.utf8_trim_whitespace(tail) for tail in tails]
-    fit = _and(
-        pc.equal(*heads),
-        pc.starts_with(heads[0], QUESTION),
-        *(pc.invert(pc.match_substring(tail, QUESTION)) for tail in tails),
-        *(pc.greater(pc.binary_length(answer), 0) for answer in answers),
-        pc.not_equal(*answers),
+    marks, others = _marks_of(chosen), _marks_of(rejected)
+    fit = marks.alternate() & others.end_in_answers()
+    rows = np.flatnonzero(fit)
+    (head, better), (other_head, worse) = (m.around_the_last(rows) for m in (marks, others))
+    better, worse = pc.utf8_trim_whitespace(better), pc.utf8_trim_whitespace(worse)
+    lengths = pc.binary_length(better), pc.binary_length(worse)
+    is_right = _and(
+        pc.equal(head, other_head),
+        *(pc.greater(length, 0) for length in lengths),
+        pc.not_equal(better, worse),
     )
-    exchanges = pc.split_pattern(heads[0], QUESTION)
-    parts = pc.split_pattern(exchanges.flatten(), ANSWER)
-    fit &= _alternates(exchanges, parts)
-    mask = pa.array(fit)
-    kept = [text.filter(mask) for text in (heads[0], *answers)]
-    return _Texts(both[fit], *kept, *_turns_of(exchanges, parts, fit))
+    fit[rows] = is_right
+    kept = [text.filter(pa.array(is_right)) for text in (head, better, worse)]
+    spoken = fit[marks.row] & (marks.rank() < marks.n_of[marks.row] - 1)
+    turns = pc.utf8_trim_whitespace(marks.after(spoken))
+    starts = np.concatenate([[0], np.cumsum(marks.n_of[fit] - 1)])
+    return _Texts(rows[is_right], *kept, turns, starts)
 
 
 def _and(*conditions: pa.Array) -> Array:
@@ -147,35 +271,9 @@ def _and(*conditions: pa.Array) -> Array:
     return found
 
 
-def _alternates(exchanges: pa.Array, parts: pa.Array) -> Array:
-    """Return which prompts are questions with one answer each, but for the last."""
-    if not len(exchanges):
-        return np.zeros(0, bool)
-    ends = exchanges.offsets.to_numpy()
-    n_parts = np.diff(parts.offsets.to_numpy())
-    right = np.full(len(n_parts), 2)
-    right[ends[:-1]] = 1
-    right[ends[1:] - 1] = 1
-    is_right: Array = np.logical_and.reduceat(n_parts == right, ends[:-1])
-    length = np.diff(ends)
-    fit: Array = is_right & (length > 1) & (length < _MOST_EXCHANGES)
-    return fit
-
-
-def _turns_of(exchanges: pa.Array, parts: pa.Array, fit: Array) -> tuple[pa.Array, Array]:
-    """Return the turns of the fit prompts, stripped, and where each one's start and end."""
-    ends = parts.offsets.to_numpy()[exchanges.offsets.to_numpy()]
-    n_parts = np.diff(ends)
-    is_turn = np.repeat(fit, n_parts)
-    # What stands before the first question is empty.
-    is_turn[ends[:-1]] = False
-    starts = np.concatenate([[0], np.cumsum(n_parts[fit] - 1)])
-    return pc.utf8_trim_whitespace(parts.flatten().filter(pa.array(is_turn))), starts
-
-
 def _columns(texts: _Texts) -> tuple[dict[str, pa.Array], pa.Array]:
     """Return what is there before anything is hashed, and the role of each turn."""
-    turns, starts, n_turns = texts.turns, texts.starts, texts.n_turns
+    turns, starts, n_turns = texts.turns, texts.starts, np.diff(texts.starts)
     codes = pa.array((np.arange(len(turns)) - np.repeat(starts[:-1], n_turns)) % 2)
     messages = pa.StructArray.from_arrays([_ROLES.take(codes), turns], fields=list(MESSAGE_TYPE))
     kind = pa.list_(pa.field("element", MESSAGE_TYPE, False))
@@ -215,11 +313,13 @@ def _pair_texts(texts: _Texts, prompt_ids: pa.Array) -> pa.Array:
 
 def _digests(texts: pa.Array) -> Array:
     """Return the SHA-256 of each text, of shape (n, 32)."""
-    ends = np.frombuffer(texts.buffers()[1], np.int64)[texts.offset : texts.offset + len(texts) + 1]
     data = memoryview(texts.buffers()[2] or b"")
-    sha256 = hashlib.sha256
-    found = [sha256(data[start:end]).digest() for start, end in pairwise(ends.tolist())]
-    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32)
+    sha256, places = hashlib.sha256, pairwise(_ends_of(texts).tolist())
+    return _as_rows([sha256(data[start:end]).digest() for start, end in places], np.uint8)
+
+
+def _as_rows(digests: list[bytes], kind: Any) -> Array:
+    return np.frombuffer(b"".join(digests), kind).reshape(len(digests), -1)
 
 
 def _hex_of(digests: Array) -> pa.Array:
@@ -238,7 +338,7 @@ def _folded(*columns: pa.Array) -> list[bytes] | None:
 def _keys(folded: list[bytes], texts: _Texts) -> tuple[Array, Array]:
     """Return the keys of all pairs as two numbers each, and which label each pair is."""
     found, directions, alike = [], [], []
-    rows = zip(folded[::3], folded[1::3], folded[2::3], texts.n_turns.tolist(), strict=True)
+    rows = zip(folded[::4], folded[1::4], folded[2::4], np.diff(texts.starts).tolist(), strict=True)
     for prompt, better, worse, n_turns in rows:
         directions.append(better < worse)
         if better == worse:
@@ -246,21 +346,17 @@ def _keys(folded: list[bytes], texts: _Texts) -> tuple[Array, Array]:
         found.append(unordered_key(b"%d:%b" % (n_turns, prompt), better, worse))
     for index in alike:
         directions[index] = texts.chosen[index].as_py() < texts.rejected[index].as_py()
-    return np.frombuffer(b"".join(found), "<u8").reshape(-1, 2), np.array(directions)
+    return _as_rows(found, "<u8"), np.array(directions)
 
 
-def _root_digests(firsts: pa.Array) -> Array:
-    """Return the digests of the first user turns, which have no control characters."""
-    folded = _folded(firsts)
-    assert folded is not None, "they were looked at with the whole prompts"
-    sha256 = hashlib.sha256
-    found = [sha256(text).digest() for text in folded]
-    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 32)
+def _ends_of(texts: pa.Array) -> Array:
+    """Return where each text starts and ends in the bytes of all."""
+    ends = np.frombuffer(texts.buffers()[1], np.int64)
+    return ends[texts.offset : texts.offset + len(texts) + 1]
 
 
 def _bytes_of(texts: pa.Array) -> bytes:
     """Return all texts as they lie one after another."""
-    ends = np.frombuffer(texts.buffers()[1], np.int64)
-    data = texts.buffers()[2]
-    start, end = int(ends[texts.offset]), int(ends[texts.offset + len(texts)])
+    ends, data = _ends_of(texts), texts.buffers()[2]
+    start, end = int(ends[0]), int(ends[-1])
     return data.slice(start, end - start).to_pybytes() if data is not None else b""
