@@ -57,6 +57,7 @@ from tasks.quarantine import QuarantineReason
 
 _ALTERNATING: Final = [["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(200)]
 Array = np.ndarray[Any, Any]
+_NUMBERS: Final = KEY_RECORD.names or ()
 _SPLIT_CODES: Final = {name: code for code, name in enumerate(SPLITS)}
 
 
@@ -361,7 +362,7 @@ class _Chunk:
 
 
 def _fill(records: Array, numbers: Array) -> None:
-    for column, name in enumerate(KEY_RECORD.names[: numbers.shape[1]]):
+    for column, name in enumerate(_NUMBERS[: numbers.shape[1]]):
         records[name] = numbers[:, column]
 
 

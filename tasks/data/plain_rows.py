@@ -77,10 +77,10 @@ def two_columns(text: bytes) -> TwoColumns | None:
         found.validate(full=True)
     except pa.ArrowException:
         return None
-    columns = [column.combine_chunks() for column in found.columns]
-    if found.num_rows != len(between) + 1 or any(column.null_count for column in columns):
+    chosen, rejected = (column.combine_chunks() for column in found.columns)
+    if found.num_rows != len(between) + 1 or chosen.null_count or rejected.null_count:
         return None
-    return TwoColumns(*columns, between)
+    return TwoColumns(chosen, rejected, between)
 
 
 def two_texts(raw: bytes) -> tuple[str, str] | None:
@@ -252,18 +252,20 @@ def _fit_texts(chosen: pa.Array, rejected: pa.Array) -> _Texts:
     rows = np.flatnonzero(fit)
     (head, better), (other_head, worse) = (m.around_the_last(rows) for m in (marks, others))
     better, worse = pc.utf8_trim_whitespace(better), pc.utf8_trim_whitespace(worse)
-    lengths = pc.binary_length(better), pc.binary_length(worse)
+    to_end = marks.n_of[marks.row] - marks.rank()
+    question = pc.utf8_trim_whitespace(marks.after(fit[marks.row] & (to_end == 2)))
     is_right = _and(
         pc.equal(head, other_head),
-        *(pc.greater(length, 0) for length in lengths),
+        *(pc.greater(pc.binary_length(text), 0) for text in (question, better, worse)),
         pc.not_equal(better, worse),
     )
     fit[rows] = is_right
-    kept = [text.filter(pa.array(is_right)) for text in (head, better, worse)]
-    spoken = fit[marks.row] & (marks.rank() < marks.n_of[marks.row] - 1)
+    mask = pa.array(is_right)
+    spoken = fit[marks.row] & (to_end > 1)
     turns = pc.utf8_trim_whitespace(marks.after(spoken))
     starts = np.concatenate([[0], np.cumsum(marks.n_of[fit] - 1)])
-    return _Texts(rows[is_right], *kept, turns, starts)
+    kept = head.filter(mask), better.filter(mask), worse.filter(mask)
+    return _Texts(rows[is_right], kept[0], kept[1], kept[2], turns, starts)
 
 
 def _and(*conditions: pa.Array) -> Array:

@@ -32,9 +32,7 @@ exchanges = st.lists(st.tuples(texts, texts), min_size=1, max_size=3)
     st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=6),
     st.sampled_from([b"", b"\n"]),
 )
-def test_lines_of_two_texts_are_read_at_once(
-    rows: list[tuple[str, str, bool]], end: bytes
-) -> None:
+def test_lines_of_two_texts_are_read_at_once(rows: list[tuple[str, str, bool]], end: bytes) -> None:
     lines = [
         json.dumps({"chosen": chosen, "rejected": rejected}, ensure_ascii=ascii_only).encode()
         for chosen, rejected, ascii_only in rows
