@@ -47,7 +47,9 @@ def fold(raw: bytes) -> bytes:
 
 def fold_many(raw: bytes, n_parts: int) -> list[bytes] | None:
     """Return so many texts, each followed by NUL, normalized; None for control characters."""
-    parts = raw.translate(_FOLDED, _WHITE).split(b"\x00")
+    folded = np.frombuffer(raw.translate(_FOLDED), np.uint8)
+    # White space is what is left of the codes up to 32: a vectorised `translate(_FOLDED, _WHITE)`.
+    parts = np.compress((folded > 32) | (folded == 0), folded).tobytes().split(b"\x00")
     if len(parts) != n_parts + 1:
         return None
     parts.pop()
@@ -116,8 +118,8 @@ def pair_digest(prompt_id: str, chosen: str, rejected: str) -> bytes:
 def unordered_key(prompt: bytes, first: bytes, second: bytes) -> bytes:
     """Return 16 bytes that name a prompt with two responses, whichever of them is preferred."""
     low, high = (first, second) if first <= second else (second, first)
-    head = b"%d:%d:" % (len(prompt), len(low))
-    return hashlib.blake2b(head + prompt + low + high, digest_size=16).digest()
+    text = b"%d:%d:%b%b%b" % (len(prompt), len(low), prompt, low, high)
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 def is_taken(group_id: str, seed: int, weight: float) -> bool:

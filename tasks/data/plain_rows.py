@@ -196,12 +196,6 @@ class _Marks:
         """Return the place of each mark in its text, from 0 on."""
         return np.arange(len(self.row)) - self.first[self.row]
 
-    def end_in_answers(self) -> Array:
-        """Return which texts end with an answer."""
-        fit: Array = self.n_of > 0
-        fit[fit] = self.is_answer[(self.first + self.n_of - 1)[fit]]
-        return fit
-
     def around_the_last(self, rows: Array) -> tuple[pa.Array, pa.Array]:
         """Return what stands before and after the last mark of some texts."""
         last = (self.first + self.n_of - 1)[rows]
@@ -246,16 +240,36 @@ def _marks_of(column: pa.Array) -> _Marks:
     return _Marks(buffer, ends, start, end, is_answer, row, n_of, np.cumsum(n_of) - n_of)
 
 
+def _answers_to(texts: pa.Array, rows: Array, heads: pa.Array) -> tuple[Array, pa.Array]:
+    """Return which of some texts are these prompts with an answer each, and those answers."""
+    ends = _ends_of(texts)
+    start, stop = ends[rows], ends[rows + 1]
+    head = np.minimum(start + np.diff(_ends_of(heads)), stop)
+    mark = np.minimum(head + len(ANSWER), stop)
+    places = np.append(np.stack([start, head, mark, stop]).T.ravel(), ends[-1])
+    pieces, index = _pieces(texts.buffers()[2], places), 4 * np.arange(len(rows))
+    tails = pieces.take(pa.array(index + 2))
+    fit = _and(
+        pc.equal(pieces.take(pa.array(index)), heads),
+        pc.equal(pieces.take(pa.array(index + 1)), ANSWER),
+        *(pc.invert(pc.match_substring(tails, word)) for word in (QUESTION, ANSWER)),
+    )
+    # Only where the prompt is the same does the answer start with a whole character.
+    return fit, tails.filter(pa.array(fit))
+
+
 def _fit_texts(chosen: pa.Array, rejected: pa.Array) -> _Texts:
-    marks, others = _marks_of(chosen), _marks_of(rejected)
-    fit = marks.alternate() & others.end_in_answers()
+    marks = _marks_of(chosen)
+    fit = marks.alternate()
     rows = np.flatnonzero(fit)
-    (head, better), (other_head, worse) = (m.around_the_last(rows) for m in (marks, others))
+    head, better = marks.around_the_last(rows)
+    is_same, worse = _answers_to(rejected, rows, head)
+    fit[rows], rows = is_same, rows[is_same]
+    head, better = head.filter(pa.array(is_same)), better.filter(pa.array(is_same))
     better, worse = pc.utf8_trim_whitespace(better), pc.utf8_trim_whitespace(worse)
     to_end = marks.n_of[marks.row] - marks.rank()
     question = pc.utf8_trim_whitespace(marks.after(fit[marks.row] & (to_end == 2)))
     is_right = _and(
-        pc.equal(head, other_head),
         *(pc.greater(pc.binary_length(text), 0) for text in (question, better, worse)),
         pc.not_equal(better, worse),
     )
