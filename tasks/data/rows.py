@@ -370,8 +370,7 @@ def _finish(turns: Sequence[Turns], judge: Judge) -> Callable[..., Row]:
 def _check_question(prompt: Turns, judge: Judge) -> None:
     asked = [turn.content for turn in prompt if turn.role == "user"]
     if asked and not asked[-1]:
-        detail = "the last user turn of the prompt is empty, so the responses answer nothing"
-        judge.find(QuarantineReason.EMPTY_PROMPT, detail)
+        judge.find(QuarantineReason.EMPTY_PROMPT, "the last user turn of the prompt is empty")
 
 
 def _at_first_difference(chosen: Turns, rejected: Turns, judge: Judge) -> tuple[Turns, Turns]:
