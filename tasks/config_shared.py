@@ -64,11 +64,23 @@ class RuntimeConfig(Section):
     tokens_per_micro_batch: PositiveInt = Field(
         16384, description="Padded tokens of one micro-batch per rank."
     )
+    nodes: PositiveInt = setting(
+        1, description="Nodes of the Ray cluster that share the ranks, as many on each."
+    )
     ray_address: str | None = setting(
         None, description="host:port or 'auto' of a running cluster; null starts one."
     )
     ray_start_timeout_seconds: PositiveInt = setting(30)
     cpu_threads: PositiveInt = setting(2, description="Torch threads, shared by CPU ranks.")
+
+    @model_validator(mode="after")
+    def _check_nodes(self) -> Self:
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"ranks {self.ranks} is not a multiple of nodes {self.nodes}: each node runs as "
+                "many ranks"
+            )
+        return self
 
 
 class RenderingConfig(Section):

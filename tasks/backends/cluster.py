@@ -7,11 +7,10 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.backends.roles import HostSpec
 from tasks.config import RuntimeConfig
 from tasks.errors import ClusterError
 
@@ -165,49 +164,6 @@ def _no_answer(address: str, reason: str) -> ClusterError:
         "start it with `ray start --head` (its token belongs in ~/.ray/auth_token here too), "
         "or set runtime.ray_address to null to start one here",
     )
-
-
-def node_layout(host: HostSpec) -> list[int]:
-    """Return how many ranks run on each node: as few nodes as can be with GPUs, one node without.
-
-    Raises:
-        ClusterError: the cluster has too few GPUs or, without them, CPUs.
-    """
-    import ray
-
-    if host.device == "cpu":
-        n_cpus = int(ray.cluster_resources().get("CPU", 0))
-        if n_cpus < host.ranks:
-            raise ClusterError(
-                f"The Ray cluster has {n_cpus} CPUs",
-                f"one for each of {host.ranks} ranks",
-                "lower runtime.ranks, give all stages the same runtime.ranks, or add nodes",
-            )
-        return [host.ranks]
-    gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
-    layout = even_layout(gpus, host.ranks)
-    if layout is None:
-        raise ClusterError(
-            f"The cluster's nodes have {sorted(gpus, reverse=True)} GPUs",
-            f"{host.ranks} for runtime.ranks={host.ranks}, as many on each node that takes part",
-            "change runtime.ranks or add nodes",
-        )
-    return layout
-
-
-def even_layout(available: Sequence[int], ranks: int) -> list[int] | None:
-    """Return how many ranks each of the fewest nodes runs, the same number on each, as verl needs
-    it; None when the nodes cannot hold them so.
-
-    Args:
-        available: GPUs of each node.
-        ranks: in all.
-    """
-    for per_node in range(ranks, 0, -1):
-        n_nodes, rest = divmod(ranks, per_node)
-        if rest == 0 and sum(count >= per_node for count in available) >= n_nodes:
-            return [per_node] * n_nodes
-    return None
 
 
 def disconnect() -> None:

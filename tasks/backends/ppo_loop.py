@@ -114,8 +114,9 @@ class PPOLoop:
                 restarts += 1
                 if restarts > self.cfg.max_restarts:
                     raise
-                self.log.event("restart", f"{restarts} of {self.cfg.max_restarts}: {error}")
-                self.session.rebuild()
+                where = self.session.rebuild()
+                count = f"{restarts} of {self.cfg.max_restarts}"
+                self.log.event("restart", f"{count}{where}: {error}")
             started = False
 
     def _begin(self) -> None:

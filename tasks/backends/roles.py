@@ -71,8 +71,11 @@ class HostSpec:
     ranks: int
     device: Literal["cpu", "cuda"]
     threads_per_rank: int
+    nodes: int = 1
 
     @classmethod
     def from_runtime(cls, runtime: RuntimeConfig, device: Literal["cpu", "cuda"]) -> HostSpec:
-        """Share the CPU threads among the ranks."""
-        return cls(runtime.ranks, device, max(1, runtime.cpu_threads // runtime.ranks))
+        """Share the CPU threads among the ranks, wherever they run: another number of threads may
+        round otherwise."""
+        threads = max(1, runtime.cpu_threads // runtime.ranks)
+        return cls(runtime.ranks, device, threads, runtime.nodes)

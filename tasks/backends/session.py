@@ -75,20 +75,26 @@ class Session:
         self.notes.clear()
         self.specs.clear()
 
-    def rebuild(self, runtime: RuntimeConfig | None = None) -> None:
+    def rebuild(self, runtime: RuntimeConfig | None = None) -> str:
         """Start the workers anew, where nodes are left for them, with the same roles as loaded from
         their directories: weights, optimizers and losses have to be restored.
 
         Args:
             runtime: how roles are built from now on; None = as before.
 
+        Returns:
+            On how many nodes the ranks run, where these are not as many as wanted; else nothing.
+
         Raises:
-            ClusterError: too few nodes are left.
+            ClusterError: the nodes that are left cannot hold the ranks.
+            WorkerLostError: a rank died again while it was started.
         """
         end_group(self.group)
         self.runtime = runtime or self.runtime
-        self.group = start_group(self.host)
+        self.group = start_group(self.host, after_loss=True)
         self.load(*self.specs.values())
+        found, wanted = len(self.group.resource_pool.store), self.host.nodes
+        return "" if found == wanted else f" on {found} of {wanted} nodes"
 
     def scale_learning_rate(self, role: str, scale: float) -> None:
         """Train a role at ``scale`` times its configured learning rate from its next step on."""

@@ -1,4 +1,4 @@
-"""The worker processes: how they start, how they end, and what their failures mean."""
+"""The worker processes: how they start, and how they end."""
 
 from __future__ import annotations
 
@@ -9,14 +9,25 @@ from contextlib import contextmanager
 from typing import Any
 
 from tasks.backends import cluster
+from tasks.backends.placement import release, reserve
 from tasks.backends.roles import HostSpec
-from tasks.errors import MemoryLimitError, WorkerLostError
+from tasks.backends.worker_loss import ask, loss_of, lost_error
+from tasks.errors import MemoryLimitError
 
 _PING_SECONDS = 20.0
 
 
-def start_group(host: HostSpec) -> Any:
-    """Start one process per rank and return verl's handle of them."""
+def start_group(host: HostSpec, *, after_loss: bool = False) -> Any:
+    """Start one process per rank and return verl's handle of them.
+
+    Args:
+        host: ranks, nodes and device.
+        after_loss: take another number of nodes where the wanted one is not left.
+
+    Raises:
+        ClusterError: the nodes cannot hold the ranks.
+        WorkerLostError: a node died meanwhile.
+    """
     os.environ.update(cluster.worker_environment(host.device))
     if host.device == "cpu":
         # Registers the platform even where verl was imported before the environment was set.
@@ -27,23 +38,30 @@ def start_group(host: HostSpec) -> Any:
     from tasks.backends.verl_host import RoleHost
 
     use_gpu = host.device == "cuda"
-    pool = RayResourcePool(cluster.node_layout(host), use_gpu=use_gpu, max_colocate_count=1)
+    groups = reserve(host, after_loss=after_loss)
+    layout = [host.ranks // len(groups)] * len(groups)
+    pool = RayResourcePool(layout, use_gpu=use_gpu, max_colocate_count=1)
+    pool.pgs = groups
     actor = RayClassWithInitArgs(cls=ray.remote(RoleHost), threads=host.threads_per_rank)
     # On a cluster that was joined, whether there are GPUs is known only now.
     environment = cluster.worker_environment(host.device)
-    return RayWorkerGroup(pool, actor, device_name=host.device, worker_env=environment)
+    try:
+        return RayWorkerGroup(pool, actor, device_name=host.device, worker_env=environment)
+    except BaseException as error:
+        release(groups)
+        if isinstance(error, ray.exceptions.RayError):
+            raise lost_error(error, {}, host.ranks) from error
+        raise
 
 
 def end_group(group: Any) -> None:
-    """End the processes and give back what was reserved for them."""
+    """End the processes, whatever they wait for, and give back what was reserved for them."""
     import ray
-    from ray.util import remove_placement_group
 
     for worker in group.workers:
         ray.kill(worker)
-    # Otherwise the CPUs stay reserved, and a group of another size waits for them for ever.
-    for placement_group in group.resource_pool.pgs:
-        remove_placement_group(placement_group)
+    # Otherwise the CPUs stay reserved, and a group of another size waits for them in vain.
+    release(group.resource_pool.pgs)
 
 
 @contextmanager
@@ -66,30 +84,14 @@ def watched(group: Any) -> Iterator[None]:
             "lower runtime.tokens_per_micro_batch or set runtime.gradient_checkpointing: true",
         ) from error
     except ray.exceptions.RayError as error:
-        lost = lost_ranks(group)
-        if not lost:
+        lost = loss_of(error, group.workers)
+        if lost is None:
             raise
-        raise WorkerLostError(
-            f"Rank {', '.join(map(str, lost))} of {len(group.workers)} died: "
-            f"{str(error).strip().splitlines()[-1]}",
-            "workers that live until the stage ends",
-            "look at the node's log; the stage continues from its last checkpoint",
-        ) from error
+        raise lost from error
 
 
 def lost_ranks(group: Any) -> list[int]:
-    """Return the ranks whose processes are gone."""
-    return [rank for rank, worker in enumerate(group.workers) if not _is_alive(worker)]
-
-
-def _is_alive(worker: Any) -> bool:
-    """Ask a worker; one that is busy for long counts as alive."""
-    import ray
-
-    try:
-        ray.get(worker.__ray_ready__.remote(), timeout=_PING_SECONDS)
-    except ray.exceptions.GetTimeoutError:
-        return True
-    except ray.exceptions.RayError:
-        return False
-    return True
+    """Return the ranks that do not answer though nothing was asked of them: they died, or they
+    wait for a rank that failed."""
+    answers = ask(group.workers, _PING_SECONDS)
+    return sorted([*answers.dead, *answers.silent])

@@ -13,7 +13,7 @@ from ray.cluster_utils import Cluster
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 
-from tasks.backends import cluster, session, verl_host
+from tasks.backends import cluster, verl_host, worker_group
 from tasks.backends.roles import HostSpec
 from tasks.config import RuntimeConfig
 
@@ -42,12 +42,12 @@ def main() -> None:
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 1})
     nodes.add_node(num_cpus=2, num_gpus=1)
     try:
-        runtime = RuntimeConfig(ranks=2, device="auto", ray_address=nodes.address)
+        runtime = RuntimeConfig(ranks=2, nodes=2, device="auto", ray_address=nodes.address)
         device = cluster.resolve_device(runtime)
         host = HostSpec.from_runtime(runtime, device)
         verl_host.RoleHost = Probe  # type: ignore[misc]
-        layout = cluster.node_layout(host)
-        group = session._start_group(host)
+        group = worker_group.start_group(host)
+        layout = group.resource_pool.store
         json.dump({"device": device, "layout": layout, "ranks": group.given()}, sys.stdout)
     finally:
         ray.shutdown()

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tasks.backends.cluster import _check_reachable, even_layout, worker_environment
+from tasks.backends.cluster import _check_reachable, worker_environment
 from tasks.errors import ClusterError
 
 
@@ -49,23 +49,3 @@ def test_what_ray_itself_resolves_is_left_to_it(address: str) -> None:
 def test_gpus_are_hidden_from_cpu_workers_only() -> None:
     assert worker_environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment("cuda")
-
-
-@pytest.mark.parametrize(
-    ("available", "ranks", "expected"),
-    [
-        ([8, 8], 8, [8]),  # one node holds all
-        ([4, 8], 8, [8]),
-        ([4, 4], 8, [4, 4]),
-        ([2, 1], 2, [2]),
-        ([1, 1, 0], 2, [1, 1]),
-        ([2, 1], 3, None),  # verl runs as many ranks on each node; 1 + 1 + 1 needs three nodes
-        ([2, 1, 1], 3, [1, 1, 1]),
-        ([4, 3], 6, [3, 3]),
-        ([], 1, None),
-    ],
-)
-def test_ranks_are_shared_evenly_by_few_nodes(
-    available: list[int], ranks: int, expected: list[int] | None
-) -> None:
-    assert even_layout(available, ranks) == expected

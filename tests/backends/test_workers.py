@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.cluster import node_layout
+from tasks.backends.placement import reserve
 from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
 from tasks.config import OptimizerConfig
 from tasks.errors import ArtifactError, ClusterError, ConfigError, ModelError, TrainingError
@@ -301,4 +301,4 @@ def test_roles_come_and_go_in_the_same_processes(
 
 def test_more_ranks_than_cpus_are_refused_at_once(actor: Any) -> None:
     with pytest.raises(ClusterError, match="one for each of 1000 ranks"):
-        node_layout(HostSpec(1000, "cpu", 1))
+        reserve(HostSpec(1000, "cpu", 1))
