@@ -37,11 +37,17 @@ from tasks.data.questions import (
     write_answers,
 )
 from tasks.data.rendering import Renderer, render_pairs
-from tasks.data.scores import Score, compare_scores, summarize_scores, write_scores
+from tasks.data.scores import (
+    UNBOUNDED_METHOD,
+    Score,
+    compare_scores,
+    summarize_scores,
+    write_scores,
+)
 from tasks.demo.measure import clean_accuracy, good_rate
 from tasks.errors import DataError
 
-JUDGE = ("reward_model", "standardized-score")
+JUDGE = ("reward_model", UNBOUNDED_METHOD)
 
 
 @task(name="evaluate-models", cache_policy=NO_CACHE)
