@@ -28,7 +28,6 @@ from tasks.errors import DataError
 _PAIR_FIELD: Final = "g1_winner"
 _SHOWN_IDS: Final = 5
 _WIDEST: Final = 400
-_WIDEST: Final = 400
 
 
 @dataclass(frozen=True)
