@@ -24,11 +24,17 @@ from tasks.config import (
 from tasks.data.chunk_jobs import InputFile
 from tasks.data.hub import resolve_revision
 from tasks.data.inputs import UNNAMED, at_revision, digest_of, find_files, source_configs
+from tasks.data.judge_prompts import OWN
 from tasks.errors import MissingInputError
 from tasks.workspace import Workspace
 
 DEMO = "demo"
 TINY = "tiny"
+_EVALUATE_FIELDS = {
+    "questions": "evaluate.questions",
+    "references": "evaluate.judging.references",
+    "judge_prompts": "evaluate.judging.prompts",
+}
 
 
 def raw_sources(cfg: StageConfig, workspace: Workspace) -> dict[str, ParentRef]:
@@ -48,8 +54,8 @@ def raw_sources(cfg: StageConfig, workspace: Workspace) -> dict[str, ParentRef]:
             return {"reward_function": file_source(path, "offline_ppo.reward.function_path")}
         case DistillConfig() if cfg.model is not None and cfg.model.source != TINY:
             return {"model": _model_source(cfg.model, workspace)}
-        case EvaluateConfig() if cfg.questions != DEMO:
-            return {"questions": file_source(Path(cfg.questions), "evaluate.questions")}
+        case EvaluateConfig():
+            return _evaluate_sources(cfg, workspace)
     return {}
 
 
@@ -59,11 +65,39 @@ def result_fields(cfg: StageConfig) -> dict[str, Any]:
     match cfg:
         case IngestConfig():
             return _ingest_fields(cfg, fields)
-        case EvaluateConfig() if cfg.questions != DEMO:
-            return {**fields, "questions": "file"}
+        case EvaluateConfig():
+            return _evaluate_fields(cfg, fields)
         case OfflinePPOConfig() if cfg.reward.function_path is not None:
             return {**fields, "reward": {**fields["reward"], "function_path": "file"}}
     return fields
+
+
+def _evaluate_sources(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, ParentRef]:
+    judging = cfg.judging
+    files = {f"answers.{name}": path for name, path in cfg.answers.files.items()}
+    if cfg.questions != DEMO:
+        files["questions"] = cfg.questions
+    if judging.references is not None:
+        files["references"] = judging.references
+    if judging.prompts != OWN:
+        files["judge_prompts"] = judging.prompts
+    found = {
+        name: file_source(Path(path), _EVALUATE_FIELDS.get(name, f"evaluate.{name}"))
+        for name, path in files.items()
+    }
+    if cfg.judge == "transformers" and judging.model is not None:
+        found["judge_model"] = _model_source(ModelConfig(source=judging.model), workspace)
+    return found
+
+
+def _evaluate_fields(cfg: EvaluateConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    judging, answers = dict(fields["judging"]), dict(fields["answers"])
+    for name in ("references", "model"):
+        judging[name] = None if judging[name] is None else "file"
+    judging["prompts"] = OWN if judging["prompts"] == OWN else "file"
+    answers["files"] = dict.fromkeys(sorted(answers["files"]), "file")
+    questions = DEMO if cfg.questions == DEMO else "file"
+    return {**fields, "questions": questions, "judging": judging, "answers": answers}
 
 
 def is_demo(cfg: IngestConfig) -> bool:

@@ -40,6 +40,15 @@ class GradingPlan:
     baseline: str | None = None
     seed: int = 0
 
+    @property
+    def without_reference(self) -> list[int]:
+        """Questions of categories with references that have none."""
+        return [
+            question.question_id
+            for question in self.questions
+            if question.category in self.reference_categories and not question.reference
+        ]
+
 
 @dataclass(frozen=True)
 class Graded:

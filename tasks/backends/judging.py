@@ -35,6 +35,12 @@ class JudgeTask:
         parse: Callable[[str], object] = parse_rating if self.kind == "single" else parse_verdict
         return parse(text) is not None
 
+    @property
+    def no_decision(self) -> str:
+        """What failed where a text holds none."""
+        wanted = "rating from 1 to 10" if self.kind == "single" else "verdict"
+        return f"no {wanted} in the judge's text"
+
 
 @dataclass(frozen=True, slots=True)
 class JudgeOutcome:
@@ -120,13 +126,9 @@ class EndpointJudge:
         failure = reply.failure
         if not failure and not task.is_decided(reply.text):
             cut = ", which ends at the length limit" if reply.truncated else ""
-            failure = f"no {_wanted(task)} in the judge's text{cut}"
+            failure = task.no_decision + cut
         is_lost = bool(reply.failure) and not reply.is_final
         return JudgeOutcome(reply.text, failure, is_lost, requests, tokens)
-
-
-def _wanted(task: JudgeTask) -> str:
-    return "rating from 1 to 10" if task.kind == "single" else "verdict"
 
 
 T = TypeVar("T")
