@@ -152,22 +152,44 @@ addEventListener("load", () => {
 """
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine (apt install chromium)")
-def test_page_works_in_a_browser(tmp_path: Path) -> None:
+NEEDS_CHROMIUM = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium on this machine (apt install chromium)"
+)
+
+
+def _open(page: str, folder: Path) -> _Page:
+    """Return the document after its scripts have run."""
     assert CHROMIUM is not None
-    file = tmp_path / "report.html"
+    file = folder / "report.html"
+    file.write_text(page, encoding="utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += [f"--user-data-dir={folder / 'profile'}", file.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return _Page(done.stdout)
+
+
+def _body(page: _Page) -> dict[str, str | None]:
+    return next(attributes for tag, attributes in page.elements if tag == "body")
+
+
+@pytest.mark.slow
+@NEEDS_CHROMIUM
+def test_page_works_in_a_browser(tmp_path: Path) -> None:
     # The policy would refuse the test's own script.
     page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", make_page())
-    file.write_text(page.replace("</body>", _PRESSES + "</body>"), encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    dom = _Page(done.stdout)
-    body = next(attributes for tag, attributes in dom.elements if tag == "body")
+    dom = _open(page.replace("</body>", _PRESSES + "</body>"), tmp_path)
+    body = _body(dom)
     assert body["data-ready"] == "true"
     # Two questions on; all 9 + 1 judgments and the pair are open; no script of a model has run.
-    result = str(body["data-result"])
     for part in ('"current":"q1"', '"open":11', '"title":"Evaluation by'):
-        assert part in result
+        assert part in str(body["data-result"])
     assert "student 2: </pre>" in dom.text
+
+
+@pytest.mark.slow
+@NEEDS_CHROMIUM
+def test_browser_runs_the_pages_script_and_no_other(tmp_path: Path) -> None:
+    evil = "<script>document.body.dataset.evil = 'ran'</script>"
+    evil += "<img src=x onerror=\"document.body.dataset.evil = 'ran'\">"
+    body = _body(_open(make_page().replace("</body>", evil + "</body>"), tmp_path))
+    assert body["data-ready"] == "true" and "data-evil" not in body

@@ -172,7 +172,7 @@ def test_lost_answers_are_asked_again_by_the_next_run_and_no_others(tmp_path: Pa
         cfg = endpoint_of(server, attempts=2)
         store = LineStore(tmp_path / "a.jsonl")
         answerer = EndpointAnswerer(ChatEndpoint(cfg), GenerationConfig())
-        with pytest.raises(ClusterError, match="left 1 of 8 without .*: HTTP 500"):
+        with pytest.raises(ClusterError, match=r"left 1 of 8 without .*: HTTP 500"):
             answer_questions("m", answerer, plan_of(), store)
         assert len(store.rows) == 7
         broken.clear()
