@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flows.evaluate_inputs import DEMO, evaluate_fields, evaluate_files
 from tasks.artifacts import ParentRef, file_sha256
 from tasks.config import (
     DistillConfig,
@@ -24,17 +25,10 @@ from tasks.config import (
 from tasks.data.chunk_jobs import InputFile
 from tasks.data.hub import resolve_revision
 from tasks.data.inputs import UNNAMED, at_revision, digest_of, find_files, source_configs
-from tasks.data.judge_prompts import OWN
 from tasks.errors import MissingInputError
 from tasks.workspace import Workspace
 
-DEMO = "demo"
 TINY = "tiny"
-_EVALUATE_FIELDS = {
-    "questions": "evaluate.questions",
-    "references": "evaluate.judging.references",
-    "judge_prompts": "evaluate.judging.prompts",
-}
 
 
 def raw_sources(cfg: StageConfig, workspace: Workspace) -> dict[str, ParentRef]:
@@ -66,38 +60,18 @@ def result_fields(cfg: StageConfig) -> dict[str, Any]:
         case IngestConfig():
             return _ingest_fields(cfg, fields)
         case EvaluateConfig():
-            return _evaluate_fields(cfg, fields)
+            return evaluate_fields(cfg, fields)
         case OfflinePPOConfig() if cfg.reward.function_path is not None:
             return {**fields, "reward": {**fields["reward"], "function_path": "file"}}
     return fields
 
 
 def _evaluate_sources(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, ParentRef]:
-    judging = cfg.judging
-    files = {f"answers.{name}": path for name, path in cfg.answers.files.items()}
-    if cfg.questions != DEMO:
-        files["questions"] = cfg.questions
-    if judging.references is not None:
-        files["references"] = judging.references
-    if judging.prompts != OWN:
-        files["judge_prompts"] = judging.prompts
-    found = {
-        name: file_source(Path(path), _EVALUATE_FIELDS.get(name, f"evaluate.{name}"))
-        for name, path in files.items()
-    }
-    if cfg.judge == "transformers" and judging.model is not None:
-        found["judge_model"] = _model_source(ModelConfig(source=judging.model), workspace)
+    files = evaluate_files(cfg, workspace)
+    found = {name: file_source(path, field) for name, (path, field) in files.items()}
+    if cfg.judge == "transformers" and cfg.judging.model is not None:
+        found["judge_model"] = _model_source(ModelConfig(source=cfg.judging.model), workspace)
     return found
-
-
-def _evaluate_fields(cfg: EvaluateConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    judging, answers = dict(fields["judging"]), dict(fields["answers"])
-    for name in ("references", "model"):
-        judging[name] = None if judging[name] is None else "file"
-    judging["prompts"] = OWN if judging["prompts"] == OWN else "file"
-    answers["files"] = dict.fromkeys(sorted(answers["files"]), "file")
-    questions = DEMO if cfg.questions == DEMO else "file"
-    return {**fields, "questions": questions, "judging": judging, "answers": answers}
 
 
 def is_demo(cfg: IngestConfig) -> bool:

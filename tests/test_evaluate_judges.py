@@ -50,7 +50,11 @@ def run(upstreams: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def evaluated(server: ChatServer | None = None, **changes: Any) -> EvalReport:
         if server is not None:
-            endpoint = {"base_url": server.url, "model": "judge-1", "api_key_env": "JUDGE_KEY"}
+            endpoint: dict[str, Any] = {
+                "base_url": server.url,
+                "model": "judge-1",
+                "api_key_env": "JUDGE_KEY",
+            }
             endpoint |= {"backoff_seconds": 0.02, "attempts": 2}
             changes = merge({"judge": "openai", "judging": {"endpoint": endpoint}}, changes)
         cfg = EvaluateConfig.model_validate(merge(CHAIN.evaluate.model_dump(), changes))

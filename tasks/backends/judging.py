@@ -148,14 +148,22 @@ async def ask_all(
     """
     waiting = iter(items)
     lock = asyncio.Lock()
+    answered: list[tuple[T, R]] = []
+
+    async def hand_over() -> None:
+        """Hand over all that has come in while the last batch was on its way to the disk."""
+        async with lock:
+            batch = answered.copy()
+            answered.clear()
+            if batch:
+                await asyncio.to_thread(_hand_all, done, batch)
 
     async def work() -> None:
         for item in waiting:
             if endpoint.stopped is not None:
                 return
-            answer = await ask(item)
-            async with lock:
-                await asyncio.to_thread(done, item, answer)
+            answered.append((item, await ask(item)))
+            await hand_over()
 
     async with endpoint.open():
         workers = [asyncio.create_task(work()) for _ in range(endpoint.cfg.max_concurrency)]
@@ -166,6 +174,11 @@ async def ask_all(
                 worker.cancel()
     if endpoint.stopped is not None:
         raise endpoint.stopped
+
+
+def _hand_all(done: Callable[[T, R], None], batch: Sequence[tuple[T, R]]) -> None:
+    for item, answer in batch:
+        done(item, answer)
 
 
 def run_async(work: Coroutine[Any, Any, R]) -> R:

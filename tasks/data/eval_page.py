@@ -30,6 +30,11 @@ _COLUMNS: Final = {
     "coverage": "coverage",
     "cut": "truncated",
 }
+_HELD_OUT: Final = {
+    "held-out reward score": "mean_score",
+    "reward win rate against base": "win_rate_against_base",
+}
+_PAIRWISE: Final = {"judged win rate against base": "win_rate_adjusted"}
 
 
 def render_page(
@@ -56,7 +61,7 @@ def render_page(
         gate=_gate(report),
         models=list(answers),
         categories=sorted({question.category for question in questions}),
-        columns=[*_COLUMNS, "held-out score", "win rate against base"],
+        columns=[*_COLUMNS, *_HELD_OUT, *_PAIRWISE],
         rows=[_row(report, name) for name in answers],
         images=[_image(alt, path) for alt, path in (images or {}).items()],
         questions=[table.question(question) for question in questions],
@@ -135,7 +140,9 @@ def _row(report: Mapping[str, Any], name: str) -> dict[str, Any]:
     section = report["questions"][name]
     held_out = report["held_out"].get(name, {})
     cells = [_cell(key, section.get(key)) for key in _COLUMNS.values()]
-    cells += [_cell(key, held_out.get(key)) for key in ("mean_score", "win_rate_against_base")]
+    cells += [_cell(key, held_out.get(key)) for key in _HELD_OUT.values()]
+    games = report.get("pairwise", {}).get(name, {})
+    cells += [_cell(key, games.get(key)) for key in _PAIRWISE.values()]
     return {"name": name, "cells": cells}
 
 

@@ -52,6 +52,12 @@ def _notes(report: Mapping[str, Any]) -> list[str]:
     if "demo" in report:
         rates = report["demo"]["oracle_good_rate"].items()
         lines += ["", "Good answers by the oracle: " + ", ".join(f"{n} {r:.3f}" for n, r in rates)]
+    if not _is_unbounded(report):
+        lines += ["", "Win rate against base and held-out score are the reward model's."]
+    for name, games in report.get("pairwise", {}).items():
+        counts = f"{games['wins']} wins, {games['ties']} ties, {games['losses']} losses"
+        rate = _figure(games["win_rate_adjusted"], 3)
+        lines += ["", f"{name} against base, by the judge: {counts}; {rate} with ties half."]
     failed = {n: s["coverage"] for n, s in report["questions"].items() if s["coverage"] < 1.0}
     if failed:
         covered = ", ".join(f"{name} {coverage:.1%}" for name, coverage in failed.items())
@@ -98,7 +104,7 @@ def plot_scores(report: Mapping[str, Any], path: Path) -> None:
     axes.tick_params(axis="x", rotation=30)
     axes.set_ylabel(_unit(report))
     axes.axhline(0.0, color="black", linewidth=0.8)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=120)
 
 

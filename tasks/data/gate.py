@@ -38,7 +38,7 @@ def decide(gate: GateConfig, report: Mapping[str, Any]) -> dict[str, Any]:
         checks.append(_at_least("min_win_rate", gate.min_win_rate, value, what))
     if gate.max_regression is not None:
         found = report["differences"].get(GATED)
-        value = -found["difference"] if found else None
+        value = 0.0 - found["difference"] if found else None
         passed = value is not None and value <= gate.max_regression
         what = "points below the base on the same questions"
         checks.append(Check("max_regression", gate.max_regression, value, passed, what))

@@ -178,7 +178,7 @@ def read_answers(path: Path, *, unique: bool = False) -> list[ModelAnswer]:
         answer = ModelAnswer(
             question_id=get_field(where, row, "question_id", int),
             model_id=get_field(where, row, "model_id", str),
-            turns=_two_turns(where, choices[0]),
+            turns=get_turns(where, choices[0]),
             tstamp=get_number(where, row, "tstamp") or 0.0,
             truncated=_truncated(where, row),
         )
@@ -295,23 +295,33 @@ def get_number(where: str, row: Mapping[str, Any], name: str) -> float | None:
 def _parse_question(where: str, row: Mapping[str, Any]) -> Question:
     reference = row.get("reference")
     if reference is not None:
-        reference = tuple(_texts(where, row, "reference"))
+        reference = tuple(get_texts(where, row, "reference"))
     return Question(
         question_id=get_field(where, row, "question_id", int),
         category=get_field(where, row, "category", str),
-        turns=_two_turns(where, row),
+        turns=get_turns(where, row),
         reference=reference or None,
     )
 
 
-def _two_turns(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
-    turns = _texts(where, row, "turns")
+def get_turns(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the two turns of a row.
+
+    Raises:
+        DataError: there are not two, or they are no texts.
+    """
+    turns = get_texts(where, row, "turns")
     if len(turns) != 2:
         raise DataError(f"{where}: {len(turns)} turns", "2 turns", _FIX)
     return turns[0], turns[1]
 
 
-def _texts(where: str, row: Mapping[str, Any], name: str) -> list[str]:
+def get_texts(where: str, row: Mapping[str, Any], name: str) -> list[str]:
+    """Return a list of texts of a row.
+
+    Raises:
+        DataError: it is missing or of another type.
+    """
     values: list[Any] = get_field(where, row, name, list)
     for index, value in enumerate(values):
         if not isinstance(value, str):
