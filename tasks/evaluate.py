@@ -28,7 +28,7 @@ from tasks.backends.answering import (
     answer_prompts,
     answer_questions,
 )
-from tasks.backends.chat_endpoint import ChatEndpoint
+from tasks.backends.chat_endpoint import ChatEndpoint, Usage
 from tasks.backends.eval_inputs import (
     evaluation_questions,
     given_answers,
@@ -183,9 +183,11 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
     store = store_of(asked.ctx, "answers")
     names = list(cfg.answers.served) if cfg.answers.backend == "openai" else list(models)
     heard = {}
+    # One budget for all models.
+    usage = Usage()
     for index, name in enumerate(names):
         log.progress(index, len(names), f"{name} answers")
-        answerer = _answerer(asked, name, models)
+        answerer = _answerer(asked, name, models, usage)
         prompts = asked.held_out.prompts
         said = answer_prompts(answerer, prompts, cfg.generation.temperature, cfg.seed)
         heard[name] = Heard(name, answer_questions(name, answerer, plan, store), said)
@@ -195,11 +197,11 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
     return heard
 
 
-def _answerer(asked: _Asked, name: str, models: Mapping[str, Path]) -> Answerer:
+def _answerer(asked: _Asked, name: str, models: Mapping[str, Path], usage: Usage) -> Answerer:
     cfg = asked.cfg
     if cfg.answers.backend == "openai":
         endpoint = cfg.answers.endpoint.model_copy(update={"model": cfg.answers.served[name]})
-        return EndpointAnswerer(ChatEndpoint(endpoint), cfg.generation)
+        return EndpointAnswerer(ChatEndpoint(endpoint, usage), cfg.generation)
     speaker = Speaker(models[name], asked.renderer, cfg.runtime)
     return LocalAnswerer(speaker, asked.renderer, cfg.generation)
 

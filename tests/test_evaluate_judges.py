@@ -15,6 +15,7 @@ from flows.evaluate import evaluate
 from flows.offline_ppo import train_offline_ppo
 from flows.options import RunOptions
 from flows.reward_model import train_reward_model
+from flows.score_judgments import JudgmentRequest, score_judgments
 from tasks.artifacts import EvalReport, PolicyCheckpoint, load_artifact
 from tasks.config import EvaluateConfig
 from tasks.data.questions import ModelAnswer, write_answers
@@ -117,6 +118,12 @@ def test_judged_over_http_in_both_ways(
     assert page.count("<article") == 4 and "both orders: tie" in page
     rows = _rows(found.path / "model_judgment" / "student.jsonl")
     assert len(rows) == 16 and rows[0]["judge"][1].startswith("rlhf-flows-single")
+    files = sorted((found.path / "model_judgment").iterdir())
+    again = score_judgments(JudgmentRequest(files))
+    assert {row.model: row.mean.value for row in again.rows if row.mean} == {
+        name: section["mean"] for name, section in report["questions"].items()
+    }
+    assert {row.model for row in again.pairs} == {*MODELS, "other"} and again.differing == 0
     alpaca = json.loads((found.path / "alpaca" / "student.json").read_text())
     assert {row["generator"] for row in alpaca} == {"student"} and alpaca[0]["output"]
 
@@ -210,6 +217,18 @@ def test_answers_and_judge_by_a_server_and_real_questions(run: Run, shared_data:
         *(f"{name}-model" for name in MODELS),
     }
     assert (found.path / "radar.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_given_answers_by_the_reward_model(run: Run, tmp_path: Path) -> None:
+    given = tmp_path / "other.jsonl"
+    long = "word " * 200
+    write_answers(given, [ModelAnswer(q, "other", ("I", long), 0.0) for q in range(1, 5)])
+    report = run(answers={"files": {"other": str(given)}}).report
+    assert report["judge"] == "reward_model" and "not an MT-Bench score" in report["scale"]
+    other = report["questions"]["other"]
+    # What is too long for the reward model has no score.
+    assert (other["valid"], other["failed"], other["turn_2"]) == (4, 4, None)
+    assert other["mean"] == other["turn_1"] and "other" not in report["held_out"]
 
 
 def test_local_model_as_judge(run: Run, upstreams: dict[str, str]) -> None:

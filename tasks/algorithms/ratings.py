@@ -19,6 +19,7 @@ _BEFORE: Final = re.compile(
     r"[^\n.!?]*)\s*\Z",
     re.IGNORECASE,
 )
+_LOOKED_AT: Final = 200
 _VERDICT: Final = re.compile(r"\[\[\s*([ABC])\s*\]\]")
 _MEANING: Final[dict[str, Verdict]] = {"A": "A", "B": "B", "C": "tie"}
 
@@ -39,10 +40,17 @@ def parse_rating(text: str) -> float | None:
     if on_scale:
         return on_scale[-1]
     single = _SINGLE.search(text)
-    if single is None or _BEFORE.search(text[: single.start()]) is None:
+    if single is None or not _stands_as_verdict(text[: single.start()]):
         return None
     value = float(single.group(1))
     return value if is_rating(value) else None
+
+
+def _stands_as_verdict(before: str) -> bool:
+    """Tell whether what precedes a closing bracket makes it a rating."""
+    # The end alone: a long text in which rating words abound would take quadratic time.
+    end = before if len(before) <= _LOOKED_AT else "x" + before[-_LOOKED_AT:]
+    return _BEFORE.search(end) is not None
 
 
 def parse_verdict(text: str) -> Verdict | None:

@@ -80,6 +80,9 @@ def test_closing_double_bracket_counts_whatever_came_before(text: str, tenths: i
 def test_long_text_takes_no_time() -> None:
     assert parse_rating("[" * 50_000 + "5") is None
     assert parse_rating("rating " * 20_000 + "[5]") == 5.0
+    assert parse_rating("rating " * 20_000 + "a. b [5]") is None
+    assert parse_rating("x" * 1_000 + " [5]") is None
+    assert parse_rating("x" * 1_000 + ". [5]") == 5.0
 
 
 @pytest.mark.parametrize(
