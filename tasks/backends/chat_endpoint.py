@@ -25,6 +25,14 @@ _LONGEST_BACKOFF_SECONDS: Final = 30.0
 _RETRIED: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
 _KEY_REFUSED: Final = (401, 403)
 _NO_CREDIT: Final = ("insufficient_quota", "billing_hard_limit_reached")
+_UNKNOWN: Final = (
+    "model_not_found",
+    "does not exist",
+    "not found",
+    "unknown model",
+    "invalid model",
+)
+_ABOUT_LENGTH: Final = ("context", "length", "too long", "token")
 _SHOWN_CHARACTERS: Final = 300
 # Characters of a token, where a server does not count.
 _CHARACTERS_PER_TOKEN: Final = 4
@@ -293,7 +301,11 @@ class ChatEndpoint:
         ):
             return ClusterError(f"The account at {cfg.base_url} has no credit: {said}", "credit")
         is_redirect = httpx.codes.MULTIPLE_CHOICES <= status < httpx.codes.BAD_REQUEST
-        if status == httpx.codes.NOT_FOUND or is_redirect or _names_no_model(status, body):
+        if (
+            status == httpx.codes.NOT_FOUND
+            or is_redirect
+            or _refuses_model(status, body, cfg.model)
+        ):
             return ConfigError(
                 f"{cfg.base_url} does not serve the model {cfg.model!r}: {said}",
                 "a model of this server",
@@ -325,12 +337,15 @@ def retry_after_seconds(value: str | None, now: datetime) -> float | None:
     return max(seconds, 0.0) if abs(seconds) < float("inf") else None
 
 
-def _names_no_model(status: int, body: bytes) -> bool:
+def _refuses_model(status: int, body: bytes, model: str) -> bool:
+    """Tell whether a refusal is about the model rather than about the request."""
     if status not in (httpx.codes.BAD_REQUEST, httpx.codes.UNPROCESSABLE_ENTITY):
         return False
     text = body[: 4 * _SHOWN_CHARACTERS].decode("utf-8", "replace").lower()
-    signs = ("model_not_found", "does not exist", "not found", "unknown model", "invalid model")
-    return "model" in text and any(sign in text for sign in signs)
+    if any(word in text for word in _ABOUT_LENGTH):
+        return False
+    is_unknown = "model" in text and any(sign in text for sign in _UNKNOWN)
+    return is_unknown or model.lower() in text
 
 
 def _tokens(usage: Any, request: ChatRequest, text: str) -> int:

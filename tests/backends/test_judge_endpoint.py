@@ -123,7 +123,7 @@ def test_failures_that_last_are_reported_and_are_no_numbers(tmp_path: Path) -> N
         0: Act(status=500, body="oops"),
         1: Act(text="Rating: [[11]]"),
         2: Act(text="I refuse."),
-        3: Act(status=400, body="context length exceeded"),
+        3: Act(status=400, body="judge-1 has a context length of 10 tokens"),
         4: Act(body="garbage"),
         5: Act(status=429, body="", headers={"Retry-After": "9999"}),
     }
@@ -237,6 +237,7 @@ def test_key_is_sent_and_is_nowhere_else(tmp_path: Path, caplog: pytest.LogCaptu
         Act(status=404, body='{"detail": "Not Found"}'),
         Act(status=400, body='{"error": {"code": "model_not_found"}}'),
         Act(status=400, body="The model `judge-1` does not exist"),
+        Act(status=400, body="{\"detail\": \"Server is pinned to 'x'; requested 'judge-1'.\"}"),
         Act(status=301, body="", headers={"Location": "http://127.0.0.1:9/"}),
     ],
 )
