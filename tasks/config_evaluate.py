@@ -21,6 +21,26 @@ from tasks.config_shared import (
 CHAIN_MODELS = ("base", "policy", "student")
 
 
+def checked_address(value: str) -> str:
+    """Return an address without a slash at its end.
+
+    Raises:
+        ValueError: no http(s) address, or one with a password in it.
+    """
+    try:
+        parts = urlsplit(value)
+        has_secret = parts.username is not None or parts.password is not None
+        is_complete = parts.scheme in ("http", "https") and bool(parts.hostname)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"is no address: {error}") from None
+    if has_secret:
+        raise ValueError("holds a user name or password; give the key by api_key_env")
+    if not is_complete:
+        raise ValueError(f"{value!r} is not http://host/... or https://host/...")
+    return value.rstrip("/")
+
+
 class EndpointConfig(Section):
     """A server that speaks OpenAI's chat completions."""
 
@@ -50,18 +70,7 @@ class EndpointConfig(Section):
     @field_validator("base_url")
     @classmethod
     def _check_address(cls, value: str) -> str:
-        try:
-            parts = urlsplit(value)
-            has_secret = parts.username is not None or parts.password is not None
-            is_complete = parts.scheme in ("http", "https") and bool(parts.hostname)
-            _ = parts.port
-        except ValueError as error:
-            raise ValueError(f"is no address: {error}") from None
-        if has_secret:
-            raise ValueError("holds a user name or password; give the key by api_key_env")
-        if not is_complete:
-            raise ValueError(f"{value!r} is not http://host/... or https://host/...")
-        return value.rstrip("/")
+        return checked_address(value)
 
 
 class JudgingConfig(Section):
@@ -99,12 +108,26 @@ class AnswersConfig(Section):
         description="Backend `openai`: the server's model for base, policy and student, and for "
         "any further name.",
     )
+    addresses: dict[str, str] = setting(
+        {}, description="Backend `openai`: where a name is served, if not at endpoint.base_url."
+    )
     files: dict[str, str] = Field(
         {}, description="Further models by their model_answer/*.jsonl in FastChat's format."
     )
     batch_questions: PositiveInt = Field(
         32, description="Questions generated together; what a kill loses at most."
     )
+
+    @field_validator("addresses")
+    @classmethod
+    def _check_addresses(cls, value: dict[str, str]) -> dict[str, str]:
+        return {name: checked_address(address) for name, address in value.items()}
+
+    def endpoint_of(self, name: str) -> EndpointConfig:
+        """Return the endpoint that answers for a name."""
+        address = self.addresses.get(name, self.endpoint.base_url)
+        changes = {"model": self.served[name], "base_url": address}
+        return self.endpoint.model_copy(update=changes)
 
 
 class GateConfig(Section):
@@ -172,6 +195,9 @@ class EvaluateConfig(StageConfig):
         absent = [name for name in CHAIN_MODELS if name not in answers.served]
         if answers.backend == "openai" and absent:
             raise ValueError(f"answers.backend 'openai' needs answers.served for {absent}")
+        unserved = sorted(set(answers.addresses) - set(answers.served))
+        if unserved:
+            raise ValueError(f"answers.addresses names {unserved}, which answers.served does not")
         if answers.backend != "openai" and answers.served:
             raise ValueError("answers.served needs answers.backend 'openai'")
         taken = sorted(set(answers.files) & {*CHAIN_MODELS, *answers.served})

@@ -200,8 +200,8 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
 def _answerer(asked: _Asked, name: str, models: Mapping[str, Path], usage: Usage) -> Answerer:
     cfg = asked.cfg
     if cfg.answers.backend == "openai":
-        endpoint = cfg.answers.endpoint.model_copy(update={"model": cfg.answers.served[name]})
-        return EndpointAnswerer(ChatEndpoint(endpoint, usage), cfg.generation)
+        endpoint = ChatEndpoint(cfg.answers.endpoint_of(name), usage)
+        return EndpointAnswerer(endpoint, cfg.generation)
     speaker = Speaker(models[name], asked.renderer, cfg.runtime)
     return LocalAnswerer(speaker, asked.renderer, cfg.generation)
 
