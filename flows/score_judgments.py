@@ -23,9 +23,10 @@ from tasks.data.pairwise import (
 )
 from tasks.data.questions import read_objects, read_questions
 from tasks.data.scores import Score, latest_scores, parse_score
-from tasks.errors import DataError
+from tasks.errors import DataError, MissingInputError
 
 _PAIR_FIELD: Final = "g1_winner"
+_FIX: Final = "give for instance model_judgment/gpt-4_single.jsonl"
 _SHOWN_IDS: Final = 5
 _WIDEST: Final = 400
 
@@ -86,6 +87,10 @@ def score_judgments(request: JudgmentRequest) -> JudgmentScores:
     pairs: list[PairJudgment] = []
     result = JudgmentScores()
     for file in request.files:
+        if not file.is_file():
+            raise MissingInputError(
+                f"{file} is not a file", "judgments in FastChat's or AlpacaEval's format", _FIX
+            )
         if is_annotations(file):
             result.annotations += score_annotations(file)
             continue

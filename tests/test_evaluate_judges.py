@@ -31,7 +31,7 @@ Run = Callable[..., EvalReport]
 
 
 @pytest.fixture(scope="module")
-def upstreams(preferences: str, base: str) -> dict[str, str]:
+def upstreams(preferences: str, base: str) -> dict[str, Any]:
     reward_model = train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
     policy = train_offline_ppo(CHAIN.offline_ppo, preferences, reward_model, base, REUSE)
     student = distill(CHAIN.distill, preferences, policy, base, REUSE)
@@ -45,7 +45,7 @@ def upstreams(preferences: str, base: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(upstreams: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Run:
+def run(upstreams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Run:
     """A function that runs the stage with some changes and returns the report's artefact."""
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
 
@@ -231,7 +231,7 @@ def test_given_answers_by_the_reward_model(run: Run, tmp_path: Path) -> None:
     assert other["mean"] == other["turn_1"] and "other" not in report["held_out"]
 
 
-def test_local_model_as_judge(run: Run, upstreams: dict[str, str]) -> None:
+def test_local_model_as_judge(run: Run, upstreams: dict[str, Any]) -> None:
     model = load_artifact(Path(upstreams["base"]), PolicyCheckpoint).model_dir
     found = run(
         judge="transformers",

@@ -82,8 +82,8 @@ def test_every_text_stands_in_its_template(source: str, real: JudgePrompts) -> N
     for kind in ("single", "pair"):
         for turn in (1, 2):
             for with_reference in (False, True):
-                prompt = prompts.select(kind, turn, with_reference)  # type: ignore[arg-type]
-                messages = judge_messages(prompt, kind, turn, QUESTION, answers)  # type: ignore[arg-type]
+                prompt = prompts.select(kind, turn, with_reference)
+                messages = judge_messages(prompt, kind, turn, QUESTION, answers)
                 text = messages[-1].content
                 wanted = {"Q-1", "A-1"} | ({"B-1"} if kind == "pair" else set())
                 if with_reference:

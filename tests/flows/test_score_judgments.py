@@ -150,7 +150,7 @@ def test_pairs_and_annotations_together(tmp_path: Path, capsys: Any) -> None:
 
 def test_bad_input_is_named(tmp_path: Path, shared_data: Path) -> None:
     path = _write(tmp_path / "a.jsonl", _row(1, 5))
-    with pytest.raises(MissingInputError):
+    with pytest.raises(MissingInputError, match=r"absent\.jsonl is not a file.*judgments"):
         score_judgments(JudgmentRequest([tmp_path / "absent.jsonl"]))
     with pytest.raises(DataError, match="No judgment of the baseline 'x'"):
         score_judgments(JudgmentRequest([path], baseline="x"))
