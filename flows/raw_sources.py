@@ -118,6 +118,10 @@ def _ingest_fields(cfg: IngestConfig, fields: dict[str, Any]) -> dict[str, Any]:
     if is_demo(cfg):
         return fields
     fields = {**fields, "source": subset_name(cfg), "demo": None}
+    if cfg.splits.assign == "file":
+        # A lone file counts by its content alone, but then its name says which split it is.
+        splits = [file.split for source in source_configs(cfg) for file in find_files(source)]
+        fields["splits"] = {**fields["splits"], "files": splits}
     if cfg.tokens is not None:
         fields["tokens"] = {**fields["tokens"], "model_dir": "directory"}
     # Where a source lies does not count; what its rows are called does, and is in their subset.

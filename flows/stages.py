@@ -47,14 +47,14 @@ _POLICY = InputSpec("offline_ppo", PolicyCheckpoint)
 _STUDENT = InputSpec("distill", StudentAdapter)
 
 STAGE_SPECS: Mapping[Stage, StageSpec] = {
-    "ingest": StageSpec(PreferenceDataset, 3, {}),
+    "ingest": StageSpec(PreferenceDataset, 4, {}),
     "sft": StageSpec(PolicyCheckpoint, 1, {"preferences": _PREFERENCES}),
     "reward_model": StageSpec(
         RewardModelCheckpoint, 2, {"preferences": _PREFERENCES, "base": _BASE}
     ),
     "offline_ppo": StageSpec(
         PolicyCheckpoint,
-        1,
+        2,
         {"preferences": _PREFERENCES, "reward_model": _REWARD_MODEL, "base": _BASE},
     ),
     "distill": StageSpec(

@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
+from tasks.reward_record import RewardComponent, read_reward_components
 
 MANIFEST_NAME = "artifact.json"
 SCHEMA_VERSION = 1
@@ -140,28 +141,6 @@ class PolicyCheckpoint(Artifact):
 
 
 @dataclass(frozen=True)
-class RewardComponent:
-    """One kind of reward: the mean score of its members.
-
-    Args:
-        name: for instance ``preference`` or ``harmlessness``.
-        member_dirs: one-label token classifiers in transformers format, at least one.
-        member_means: mean score of the training responses by each member.
-        std: standard deviation of the averaged scores of the same responses.
-    """
-
-    name: str
-    member_dirs: tuple[Path, ...]
-    member_means: tuple[float, ...]
-    std: float
-
-    @property
-    def mean(self) -> float:
-        """Mean of the averaged scores of the training responses."""
-        return sum(self.member_means) / len(self.member_means)
-
-
-@dataclass(frozen=True)
 class RewardModelCheckpoint(Artifact):
     """Reward components: members under ``members/<component>-<index>/``, statistics in
     ``reward.json``."""
@@ -170,38 +149,13 @@ class RewardModelCheckpoint(Artifact):
 
     @property
     def components(self) -> dict[str, RewardComponent]:
-        """What `write_reward_components` wrote, in its order."""
-        loaded = json.loads((self.path / "reward.json").read_text())
-        return {
-            name: RewardComponent(
-                name,
-                tuple(self.path / member["directory"] for member in record["members"]),
-                tuple(member["mean"] for member in record["members"]),
-                record["std"],
-            )
-            for name, record in loaded["components"].items()
-        }
+        """What `reward_record.write_reward_components` wrote, in its order."""
+        return read_reward_components(self.path)
 
     @property
     def model_dir(self) -> Path:
         """The first member, for what starts from the reward model's backbone."""
         return next(iter(self.components.values())).member_dirs[0]
-
-
-def write_reward_components(directory: Path, components: Iterable[RewardComponent]) -> None:
-    """Write ``reward.json`` beside the members, which must lie under ``directory``."""
-    records = {
-        component.name: {
-            "members": [
-                {"directory": str(member.relative_to(directory)), "mean": mean}
-                for member, mean in zip(component.member_dirs, component.member_means, strict=True)
-            ],
-            "std": component.std,
-        }
-        for component in components
-    }
-    text = json.dumps({"components": records}, indent=2) + "\n"
-    (directory / "reward.json").write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True)

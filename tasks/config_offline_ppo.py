@@ -7,6 +7,9 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from tasks.config_candidates import CandidatesConfig, check_candidates
+from tasks.config_guards import GuardsConfig
+from tasks.config_sampler import ControlVariateConfig, FilterConfig, SamplerConfig
 from tasks.config_shared import (
     CheckpointConfig,
     OptimizerConfig,
@@ -18,6 +21,7 @@ from tasks.config_shared import (
     StageConfig,
     check_budget,
     check_shares,
+    setting,
 )
 
 MAX_SEARCH_POINTS = 500
@@ -62,6 +66,9 @@ class RewardConfig(Section):
     normalize: Literal["standardize", "unit_range", "raw", "binary"] = "standardize"
     clip: PositiveFloat = 5.0
     center: Literal["none", "prompt"] = "none"
+    missing_end_penalty: float = Field(
+        0.0, ge=0.0, description="Taken from the reward of a response that never ends its turn."
+    )
     kl_coef: float = Field(0.0, ge=0.0, description="KL-in-reward coefficient per token; 0 is off.")
     kl_target: PositiveFloat | None = Field(
         None, description="Adapt kl_coef towards this KL per token."
@@ -121,6 +128,17 @@ class AdvantageConfig(Section):
     gamma: float = Field(1.0, gt=0.0, le=1.0)
     gae_lambda: float | Literal["adaptive"] = 0.95
     whiten: bool = False
+    control_variate: ControlVariateConfig = ControlVariateConfig()
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        variate = self.control_variate
+        if variate.kind == "fitted" and "value" in variate.features and self.estimator != "gae":
+            raise ValueError(
+                f"control_variate feature 'value' needs a critic, which estimator "
+                f"{self.estimator!r} has not; use estimator gae or leave the feature out"
+            )
+        return self
 
 
 class CriticConfig(Section):
@@ -142,13 +160,21 @@ class ImportanceConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    """Clipped surrogate with a lower bound for negative advantages."""
+    """Options of the policy losses; which one is used is `policy_loss`."""
 
     clip_low: float = Field(0.2, gt=0.0, lt=1.0)
-    clip_high: float = Field(0.2, gt=0.0)
-    dual_clip: float = Field(3.0, gt=1.0)
+    clip_high: float = Field(0.2, gt=0.0, description="Also the clip of a_lol.")
+    dual_clip: float = Field(3.0, gt=1.0, description="Bound of the loss for negative advantages.")
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
     entropy_coef: float = Field(0.0, ge=0.0)
+    kl_coef: float = Field(
+        0.0, ge=0.0, description="KL from the base as a loss, per nat and token; 0 is off."
+    )
+    kl_kind: Literal["k1", "k2", "k3"] = Field(
+        "k2", description="Estimator of that KL; k2 has the gradient of the KL itself."
+    )
+    dpo_beta: PositiveFloat = 0.1
+    dpo_label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> Self:
@@ -159,9 +185,21 @@ class PolicyLossConfig(Section):
         return self
 
 
+class HeldOutReportConfig(Section):
+    """The policy against the base, when it is done."""
+
+    prompts: int = Field(200, ge=0, description="Prompts of the test split; 0 leaves it out.")
+    max_new_tokens: PositiveInt = 64
+
+
 class OfflinePPOConfig(StageConfig):
     """Offline PPO over the stored responses, with a re-anchored proximal policy."""
 
+    policy_loss: Literal["ppo", "topr", "a_lol", "positives_only", "dpo"] = Field(
+        "ppo",
+        description="ppo: clipped surrogate around the re-anchored policy; topr, a_lol and "
+        "positives_only: weighted likelihood; dpo: the labels alone, no reward.",
+    )
     steps: PositiveInt = 80
     batch_prompts: PositiveInt = 64
     reanchor_steps: int = Field(
@@ -174,7 +212,15 @@ class OfflinePPOConfig(StageConfig):
     importance: ImportanceConfig = ImportanceConfig()
     loss: PolicyLossConfig = PolicyLossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    filters: FilterConfig = FilterConfig()
+    candidates: CandidatesConfig = CandidatesConfig()
+    guards: GuardsConfig = GuardsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    report: HeldOutReportConfig = HeldOutReportConfig()
+    max_restarts: int = setting(
+        2, ge=0, description="How often training goes on after a worker or its node died."
+    )
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
@@ -183,12 +229,21 @@ class OfflinePPOConfig(StageConfig):
         check_shares("batch_prompts", self.batch_prompts, self.runtime)
         check_budget(self.rendering, self.runtime, rows=1)
         self._check_logged()
+        self._check_candidates()
         if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
             raise ValueError(
                 f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
                 f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
             )
         return self
+
+    def _check_candidates(self) -> None:
+        check_candidates(self.candidates, self.rendering)
+        if self.candidates.per_prompt and "labels" in self.reward.components:
+            raise ValueError(
+                "component 'labels' knows the stored responses only, and candidates are none of "
+                "them; take it out or set candidates.per_prompt to 0"
+            )
 
     def _check_logged(self) -> None:
         if self.behavior.policy != "logged":

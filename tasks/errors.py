@@ -78,5 +78,17 @@ class TrainingError(RlhfError, ArithmeticError):
     its checkpoint."""
 
 
+class MemoryLimitError(RlhfError, MemoryError):
+    """A step that needed more memory than the device has; no step was taken."""
+
+    __str__ = RlhfError.__str__
+
+
+class WorkerLostError(RlhfError, ConnectionError):
+    """A worker process, or its node, that died; what it held is gone, checkpoints are not."""
+
+    __str__ = RlhfError.__str__
+
+
 class RewardError(RlhfError, ValueError):
     """A reward that cannot be used: no variance, not a number, a reward function that fails."""

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +20,7 @@ from tasks.config import IngestConfig
 from tasks.context import RunLog, StageContext
 from tasks.data.assembly import Assembly, Place, must_not_be
 from tasks.data.card import render_card
+from tasks.data.card_plots import draw_plots
 from tasks.data.chunk_jobs import ChunkResult, InputFile, ParseOptions
 from tasks.data.chunk_pool import parse_chunks
 from tasks.data.chunk_sources import check_file, cut_into_jobs, size_of
@@ -74,13 +72,9 @@ def ingest_pairs(
         assembly, shared_rows = _decide(cfg, files, parsed, scratch)
         _check_accounts(cfg, parsed, assembly)
         summary = Summary(scratch, has_many_files=len(files) > 1, shared_rows=shared_rows)
-        with (
-            ThreadPoolExecutor(1) as beside,
-            build_artifact(ctx.artifacts_dir, ctx.draft) as directory,
-        ):
+        with build_artifact(ctx.artifacts_dir, ctx.draft) as directory:
             _write(ctx, parsed, assembly, directory, summary)
             _check_splits(cfg, summary)
-            plots = beside.submit(_draw_plots, summary, scratch)
             card = render_card(_name_of(files), [file.label for file in files], summary)
             (directory / "card.md").write_text(card, encoding="utf-8")
             ctx.draft.renderer_fingerprint = renderer_of(assembly.schema)
@@ -89,7 +83,7 @@ def ingest_pairs(
             ctx.draft.metrics["duplicate_share"] = summary.duplicate_share
         if summary.left_out:
             ctx.log.event("quarantined", summary.name_left_out())
-        for path in plots.result():
+        for path in draw_plots(summary, scratch):
             ctx.log.file(path, "card")
     return _reload(ctx)
 
@@ -332,8 +326,6 @@ def _unusable(  # noqa: PLR0913
 def _write(
     ctx: StageContext, parsed: _Parsed, assembly: Assembly, directory: Path, summary: Summary
 ) -> None:
-    # It takes as long to import as some thousands of rows take to write, and can be done beside.
-    threading.Thread(target=import_module, args=["tasks.data.card_plots"], daemon=True).start()
     total = sum(size_of(file) for file in assembly.files)
     progress = _Progress(ctx.log, total)
     for rows in assembly.write(directory, summary):
@@ -362,13 +354,6 @@ def _check_splits(cfg: IngestConfig, summary: Summary) -> None:
 
 def _name_of(files: Sequence[InputFile]) -> str:
     return ", ".join(dict.fromkeys(file.source for file in files))
-
-
-def _draw_plots(summary: Summary, directory: Path) -> list[Path]:
-    # matplotlib is imported while rows are written, and only here.
-    from tasks.data.card_plots import draw_plots
-
-    return draw_plots(summary, directory)
 
 
 def _reload(ctx: StageContext) -> PreferenceDataset:

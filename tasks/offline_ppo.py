@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,18 +12,28 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
-from tasks.backends.behavior import behavior_logprobs, check_logged, reference_logprobs
+from tasks.backends.behavior import check_logged
 from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.ppo_loop import ACTOR, CRITIC, PPOLoop
+from tasks.backends.policy_data import PolicyData
+from tasks.backends.policy_outcome import Outcome, report_of
+from tasks.backends.policy_probe import (
+    PolicyProbe,
+    RewardJudge,
+    Speaking,
+    one_pair_per_prompt,
+)
+from tasks.backends.ppo_batches import ACTOR, CRITIC
+from tasks.backends.ppo_loop import PPOLoop
 from tasks.backends.reward_components import ComponentScorer, check_components, find_weights
-from tasks.backends.rewards import rewards_of
 from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session, open_session
-from tasks.backends.trajectories import Responses, Trajectories, prompt_groups
-from tasks.config import OfflinePPOConfig
+from tasks.backends.trajectories import Responses, Trajectories
+from tasks.config import GenerationConfig, OfflinePPOConfig
 from tasks.context import StageContext
+from tasks.data.policy_report import PolicyReport, write_policy_report
 from tasks.data.rendering import Renderer
 from tasks.data.token_columns import TokenColumns, write_token_columns
+from tasks.errors import DataError
 
 
 @task(name="train-policy", cache_policy=NO_CACHE)
@@ -51,17 +61,55 @@ def train_policy(
     scorer = ComponentScorer(cfg.reward, session, reward_model)
     weights = dict(cfg.reward.components)
     if cfg.reward.search is not None:
-        held_out = Responses.of(preferences, "validation", renderer)
-        weights = _search_weights(ctx, scorer, held_out)
-    data = _collect(ctx, cfg, train, scorer, weights)
+        weights = _search_weights(ctx, scorer, Responses.of(preferences, "validation", renderer))
+    data = PolicyData(ctx, cfg, renderer, scorer, weights).collect(train)
+    ctx.draft.metrics |= {f"weight_{name}": weight for name, weight in weights.items()}
     session.drop()
     session.load(*_trained_roles(cfg, reward_model, base))
+    judge = RewardJudge(scorer, weights, renderer)
+    held_out = _held_out(ctx, preferences, renderer)
     loop = PPOLoop(
-        session, cfg, data, CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep), ctx.log
+        session,
+        cfg,
+        data,
+        CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
+        ctx.log,
+        probe=None if held_out is None else _probe(ctx, cfg, held_out, judge),
+        facts={} if held_out is None else judge.agreement(held_out, cfg.guards.held_out_pairs),
     )
     loop.run()
-    ctx.draft.metrics |= _drift(session, data)
-    return ctx.publish(PolicyCheckpoint, partial(_write, session, data, ctx.fingerprint))
+    ctx.draft.metrics |= _drift(session, data) | loop.clock.shares()
+    ctx.draft.counts["guard_firings"] = len(loop.state.events)
+    report = _report(ctx, cfg, loop, judge, preferences)
+    return ctx.publish(PolicyCheckpoint, partial(_write, ctx, loop, report))
+
+
+def _probe(
+    ctx: StageContext,
+    cfg: OfflinePPOConfig,
+    held_out: Responses,
+    judge: RewardJudge,
+) -> PolicyProbe:
+    """Return a probe on held-out prompts."""
+    return PolicyProbe(
+        judge.scorer.session,
+        _speaking(cfg, judge, cfg.guards.probe_max_new_tokens),
+        one_pair_per_prompt(held_out.pairs, cfg.guards.probe_prompts),
+        held_out.first(cfg.guards.held_out_pairs),
+        ctx.inputs["base"].path / "model",
+        ctx.checkpoint_dir,
+    )
+
+
+def _held_out(
+    ctx: StageContext, preferences: PreferenceDataset, renderer: Renderer
+) -> Responses | None:
+    """Return the validation split; None, with an event, where it is empty."""
+    try:
+        return Responses.of(preferences, "validation", renderer)
+    except DataError as error:
+        ctx.log.event("no_probe", f"the policy is not probed while it trains: {error}")
+        return None
 
 
 def _same_renderer(
@@ -106,43 +154,59 @@ def _search_weights(
     return weights
 
 
-def _collect(
-    ctx: StageContext,
-    cfg: OfflinePPOConfig,
-    train: Responses,
-    scorer: ComponentScorer,
-    weights: Mapping[str, float],
-) -> Trajectories:
-    """Compute, or read back, all that is known of the stored responses before training."""
-    session, rows, groups = scorer.session, train.rows, prompt_groups(train.rendered)
-    group_ids = torch.zeros(len(rows), dtype=torch.long)
-    for group, members in enumerate(groups):
-        group_ids[members] = group
-    ref = reference_logprobs(ctx, cfg, session, rows)
-    behavior = behavior_logprobs(ctx, cfg, session, train, ref)
-    components = scorer.score(train.pairs, rows)
-    rewards = rewards_of(cfg.reward, components.values, weights, group_ids)
-    ctx.draft.metrics |= {f"weight_{name}": weight for name, weight in weights.items()}
-    right = rewards[0::2] > rewards[1::2]
-    ctx.draft.metrics["reward_agrees_with_label"] = float(right.float().mean())
-    if components.disagreement is not None:
-        ctx.draft.metrics["reward_disagreement"] = float(components.disagreement.mean())
-    return Trajectories(rows, groups, rewards, behavior, ref, components)
-
-
 def _drift(session: Session, data: Trajectories) -> dict[str, float]:
     """Return how far the log-probabilities of good and bad responses moved, in nats per
     response."""
-    now = session.logprobs(ACTOR, data.rows)
-    moved = torch.stack([(a - b).sum() for a, b in zip(now, data.ref_logprobs, strict=True)])
+    stored = data.n_stored
+    now = session.logprobs(ACTOR, data.rows[:stored])
+    ref = data.ref_logprobs[:stored]
+    moved = torch.stack([(a - b).sum() for a, b in zip(now, ref, strict=True)])
     return {
         "chosen_logprob_drift": float(moved[0::2].mean()),
         "rejected_logprob_drift": float(moved[1::2].mean()),
     }
 
 
-def _write(session: Session, data: Trajectories, key: str, directory: Path) -> None:
-    session.export(ACTOR, directory / "model")
+def _report(
+    ctx: StageContext,
+    cfg: OfflinePPOConfig,
+    loop: PPOLoop,
+    judge: RewardJudge,
+    preferences: PreferenceDataset,
+) -> PolicyReport | None:
+    """Compare the policy with the base on test prompts, which nothing was chosen on."""
+    if not cfg.report.prompts:
+        return None
+    renderer = judge.renderer
+    try:
+        held_out = Responses.of(preferences, "test", renderer)
+    except DataError as error:
+        ctx.log.event("no_report", f"the policy is not compared with the base: {error}")
+        return None
+    base_dir = ctx.inputs["base"].path / "model"
+    speaking = _speaking(cfg, judge, cfg.report.max_new_tokens)
+    outcome = Outcome(loop.session, speaking, base_dir, ctx.checkpoint_dir)
+    found = outcome.compare(held_out, cfg.report.prompts)
+    if found is None:
+        ctx.log.event("no_report", "labels alone do not tell what the policy's answers are worth")
+        return None
+    report = report_of(loop, found)
+    ctx.draft.metrics |= report.metrics()
+    return report
+
+
+def _speaking(cfg: OfflinePPOConfig, judge: RewardJudge, max_new_tokens: int) -> Speaking:
+    """Return how models answer: at temperature 1, for which a KL is unbiased."""
+    generation = GenerationConfig(temperature=1.0, max_new_tokens=max_new_tokens, batch_size=512)
+    return Speaking(judge, generation, cfg.seed)
+
+
+def _write(ctx: StageContext, loop: PPOLoop, report: PolicyReport | None, directory: Path) -> None:
+    data, key = loop.data, ctx.fingerprint
+    loop.session.export(ACTOR, directory / "model")
+    if report is not None:
+        for file in write_policy_report(report, directory / "report"):
+            ctx.log.file(file, "report")
     of_responses = {"reward": data.rewards}
     of_responses |= {f"component.{name}": v for name, v in data.components.values.items()}
     if data.components.disagreement is not None:

@@ -23,6 +23,7 @@ class QuarantineReason(Enum):
     LAST_TURN_NOT_ASSISTANT = "last_turn_not_assistant"
     PROMPT_MISMATCH = "prompt_mismatch"
     NON_ALTERNATING = "non_alternating"
+    EMPTY_PROMPT = "empty_prompt"
     EMPTY_RESPONSE = "empty_response"
     IDENTICAL_PAIR = "identical_pair"
     CONTROL_CHARACTERS = "control_characters"

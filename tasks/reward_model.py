@@ -17,9 +17,7 @@ from tasks.algorithms.calibration import pair_accuracy
 from tasks.artifacts import (
     PolicyCheckpoint,
     PreferenceDataset,
-    RewardComponent,
     RewardModelCheckpoint,
-    write_reward_components,
 )
 from tasks.backends.label_trust import CrossFit, cross_fit, with_trust
 from tasks.backends.labelled_pairs import LabelledPairs, rated_margins
@@ -34,6 +32,7 @@ from tasks.data.pairs import SPLITS
 from tasks.data.rendering import Renderer
 from tasks.data.reward_report import RewardReport, reward_report, scored_pairs, write_reward_report
 from tasks.errors import DataError, RewardError
+from tasks.reward_record import RewardComponent, write_reward_components
 
 Splits = Mapping[str, Responses]
 

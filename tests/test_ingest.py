@@ -229,4 +229,4 @@ def test_the_left_out_rows_are_named_in_the_run(
         "quarantined: 9 rows left out: empty_response (lines 87, 517, 926, 1104); "
         "prompt_mismatch (lines 1255, 1689, 1951, 1953, 2037)"
     ]
-    assert ctx.log.files == ["card/lengths.png", "card/rows.png"]
+    assert ctx.log.files == ["card/lengths.svg", "card/rows.svg"]

@@ -1,28 +1,24 @@
-"""The ingest stage at work: many processes, kills at any moment, and files that nobody wrote."""
+"""The ingest stage at work: many processes, and files that nobody wrote."""
 
 from __future__ import annotations
 
 import gzip
 import json
 import os
-import random
 import signal
 import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tasks.artifacts import PreferenceDataset, load_artifact
+from tasks.artifacts import PreferenceDataset
 from tasks.config import IngestConfig
 from tasks.data import chunk_jobs, chunk_sources
 from tasks.data.assembly import Assembly, Place
@@ -34,7 +30,6 @@ from tasks.errors import ClusterError, DataError, RlhfError
 from tasks.quarantine import REASONS, default_actions
 
 Ingest = Callable[..., PreferenceDataset]
-ROOT = Path(__file__).resolve().parents[1]
 H, A = "\n\nHuman: ", "\n\nAssistant: "
 
 
@@ -97,7 +92,7 @@ def test_a_dead_worker_is_an_error(large: Path, tmp_path: Path) -> None:
     results = parse_chunks(_jobs(large, tmp_path, 50), options, 2)
     next(results)
     children = subprocess.run(
-        ["pgrep", "-P", str(os.getpid()), "-f", "chunk_pool"], capture_output=True, text=True
+        ["pgrep", "-P", str(os.getpid()), "-f", "chunk_worker"], capture_output=True, text=True
     ).stdout.split()
     assert len(children) == 2
     os.kill(int(children[0]), signal.SIGKILL)
@@ -134,85 +129,6 @@ def test_progress_tells_rate_and_time_left(
     done = [value for value, _ in ctx.log.seen]
     assert done == sorted(done) and done[-1] == large.stat().st_size
     assert "rows/s" in ctx.log.notes[3] and "s left" in ctx.log.notes[3]
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from tasks.artifacts import Draft
-from tasks.config import IngestConfig
-from tasks.context import StageContext
-from tasks.data import chunk_sources
-from tasks.data.chunk_jobs import InputFile
-from tasks.ingest import ingest_pairs
-from tasks.workspace import Workspace
-
-class Log:
-    def metrics(self, values, step): ...
-    def progress(self, done, total, message=""): ...
-    def event(self, name, message): ...
-    def file(self, path, directory=""): ...
-
-home, source = Path(sys.argv[1]), sys.argv[2]
-chunk_sources.CHUNK_BYTES = 2**17
-draft = Draft("preference_dataset", "ingest", "f" * 64, config={})
-ctx = StageContext(stage="ingest", fingerprint="f" * 64, workspace=Workspace(home),
-                   checkpoint_dir=home / "checkpoints", artifacts_dir=home / "data",
-                   draft=draft, log=Log())
-print("ready", flush=True)
-ingest_pairs(ctx, IngestConfig(workers=2, rows_per_group=200), [InputFile(source, "s", "s", "s")])
-print("done", flush=True)
-"""
-
-
-def _start(home: Path, source: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(home), str(source)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
-
-
-def _complete(home: Path) -> list[PreferenceDataset]:
-    """Return the datasets that a reader could take for complete; each must verify."""
-    directories = home.joinpath("data").glob("[!.]*")
-    return [load_artifact(path, PreferenceDataset) for path in directories]
-
-
-@pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_nothing_that_looks_complete(
-    large: Path, tmp_path: Path
-) -> None:
-    whole = tmp_path / "whole"
-    process = _start(whole, large)
-    started = time.monotonic()
-    assert process.wait(120) == 0
-    seconds = time.monotonic() - started
-    (right,) = _complete(whole)
-    home = tmp_path / "killed"
-    moments = random.Random(0)
-    workers: list[psutil.Process] = []
-    for _ in range(20):
-        process = _start(home, large)
-        time.sleep(moments.uniform(0, seconds))
-        workers += psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
-        for dataset in _complete(home):
-            assert dataset.manifest.files == right.manifest.files
-    before = len(_complete(home))
-    assert _start(home, large).wait(120) == 0
-    found = _complete(home)
-    assert len(found) == before + 1
-    assert all(dataset.manifest.files == right.manifest.files for dataset in found)
-    # What the killed runs left is gone, and so are their workers.
-    assert [p.name for p in (home / "data").iterdir() if p.name.startswith(".")] == []
-    assert list((home / "checkpoints").iterdir()) == []
-    assert workers
-    assert psutil.wait_procs(workers, timeout=20)[1] == []
 
 
 pieces = st.sampled_from(

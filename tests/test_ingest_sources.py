@@ -9,11 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import load_dataset
 from pydantic import ValidationError
 
 from tasks.artifacts import PreferenceDataset
@@ -301,19 +299,6 @@ def test_splits_are_stable_when_rows_are_added(ingest: Ingest, tmp_path: Path) -
     more = kept(ingest(write(tmp_path / "b.jsonl", [*rows_of("new"), *rows_of("q")])))
     splits = {entry["pair_id"]: entry["split"] for entry in more}
     assert all(splits[entry["pair_id"]] == entry["split"] for entry in few)
-
-
-def test_other_readers_take_the_files(ingest: Ingest, tmp_path: Path) -> None:
-    dataset = ingest(write(tmp_path / "s.jsonl", rows_of("q")), rows_per_group=10)
-    path = dataset.split_path("train")
-    n_rows = dataset.manifest.counts["train"]
-    frame = pd.read_parquet(path)
-    assert len(frame) == n_rows and frame["prompt"][0][0]["role"] == "user"
-    loaded = load_dataset("parquet", data_files=str(path), cache_dir=str(tmp_path / "c"))["train"]
-    assert len(loaded) == n_rows and loaded[0]["chosen"] == "yes"
-    group = pq.ParquetFile(path).metadata.row_group(0)
-    assert group.sorting_columns[0].column_index == frame.columns.get_loc("row_number")
-    assert {group.column(i).compression for i in range(group.num_columns)} == {"ZSTD"}
 
 
 def test_hub_ids_are_told_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,3 +358,68 @@ def test_equal_rewards_are_refused(train: Any, reward_model: str, tmp_path: Path
     )
     with pytest.raises(RewardError, match="rewards are equal"):
         train(reward={"components": {"function": 1.0}, "function_path": str(file)})
+
+
+def test_other_policy_losses_train_too(train: Any, policy: PolicyCheckpoint) -> None:
+    seen = {(policy.model_dir / "model.safetensors").read_bytes()}
+    for name in ("topr", "a_lol", "positives_only", "dpo"):
+        found = train(policy_loss=name, loss={"kl_coef": 0.01 if name == "topr" else 0.0})
+        assert _is_finite(found)
+        seen.add((found.model_dir / "model.safetensors").read_bytes())
+        # None of them has a snapshot, so none reports how far it is from one.
+        assert _history(found, "ess_share") == []
+        assert len(_history(found, "loss")) == 4
+    assert len(seen) == 5
+
+
+def test_candidates_filters_and_strata_together(train: Any, home: Path) -> None:
+    changes: dict[str, Any] = {
+        "sampler": {"stratify": True, "priority": "margin"},
+        "filters": {
+            "min_margin_quantile": 0.25,
+            "sequence": {"mode": "adaptive", "target_keep_share": 0.9},
+        },
+        "candidates": {"per_prompt": 2, "max_new_tokens": 12, "temperature": 1.2, "top_p": 0.9},
+        "reward": {"missing_end_penalty": 0.5, "center": "prompt"},
+        "advantage": {"control_variate": {"kind": "leave_one_out"}},
+        "guards": {"enabled": False},
+    }
+    policy = train(**changes)
+    counts = policy.manifest.counts
+    columns = _columns(policy)
+    n_stored = 2 * (counts["train_pairs"] - counts["filtered_margin"])
+    assert counts["filtered_margin"] == pytest.approx(counts["train_pairs"] / 4, abs=1)
+    assert len(columns.prompt_ids) == n_stored + counts["candidates_kept"]
+    assert counts["candidates_kept"] > 0
+    # Of the sampling distribution, whose temperature and nucleus are not the base's.
+    mu, ref = columns.floats["behavior_logprobs"], columns.floats["ref_logprobs"]
+    assert all(torch.equal(a, b) for a, b in zip(mu[:n_stored], ref[:n_stored], strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(mu[n_stored:], ref[n_stored:], strict=True))
+    assert 0.0 <= _history(policy, "vetoed_share")[0] <= 0.1
+    assert len(_history(policy, "variance_removed")) == 4
+    again = train(**changes)
+    for name in ("model/model.safetensors", "trajectories.parquet"):
+        assert (again.path / name).read_bytes() == (policy.path / name).read_bytes()
+
+
+def test_report_compares_with_the_base(policy: PolicyCheckpoint) -> None:
+    report = json.loads((policy.path / "report" / "report.json").read_text())
+    metrics = policy.manifest.metrics
+    assert report["win_rate"]["value"] == metrics["held_out_win_rate"]
+    low, high = metrics["held_out_win_rate_low"], metrics["held_out_win_rate_high"]
+    assert low <= metrics["held_out_win_rate"] <= high
+    assert metrics["held_out_win_rate_length_controlled"] >= 0.0
+    assert metrics["held_out_kl_probe"] == report["kl_probe"]["k1"]["value"] != 0.0
+    shares = [value for name, value in metrics.items() if name.startswith("time_share_")]
+    assert sum(shares) == pytest.approx(1.0, abs=1e-6)
+    for name in ("overview.png", "samples.md", "held_out_pairs.parquet", "history.jsonl"):
+        assert (policy.path / "report" / name).stat().st_size > 0
+
+
+def test_without_held_out_prompts_nothing_is_probed(train: Any, policy: PolicyCheckpoint) -> None:
+    silent = train(report={"prompts": 0}, guards={"enabled": False})
+    assert "held_out_win_rate" not in silent.manifest.metrics
+    assert not (silent.path / "report").exists()
+    # Probes and reports look on; they change nothing.
+    weights = [(p.model_dir / "model.safetensors").read_bytes() for p in (silent, policy)]
+    assert weights[0] == weights[1]

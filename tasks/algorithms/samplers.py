@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from tasks.algorithms.checks import check_in_range
 from tasks.errors import DataError
 
 SamplerState = dict[str, int]
+CHUNK_BATCHES = 16
+Group = TypeVar("Group")
+
+
+def length_grouped(
+    order: Sequence[Group],
+    length_of: Callable[[Group], int],
+    *,
+    batch_size: int,
+    n_head: int,
+    rng: random.Random,
+) -> list[Group]:
+    """Reorder an epoch so that groups of like length meet in a batch.
+
+    The first ``n_head`` stay. The rest is cut into chunks of ``CHUNK_BATCHES`` batches, each chunk
+    sorted by length and cut into batches, and the batches shuffled; an incomplete batch comes last.
+
+    Args:
+        order: the epoch, shuffled.
+        length_of: tokens of a group.
+        batch_size: groups of a batch, at least 1.
+        n_head: groups that fill a batch which an earlier epoch began.
+        rng: shuffles the batches.
+    """
+    head, body = list(order[:n_head]), order[n_head:]
+    chunk_size = batch_size * CHUNK_BATCHES
+    batches: list[list[Group]] = []
+    for start in range(0, len(body), chunk_size):
+        chunk = sorted(body[start : start + chunk_size], key=length_of)
+        batches += [chunk[i : i + batch_size] for i in range(0, len(chunk), batch_size)]
+    tail = batches.pop() if batches and len(batches[-1]) < batch_size else []
+    rng.shuffle(batches)
+    return [*head, *(group for batch in batches for group in batch), *tail]
 
 
 class GroupSampler:
@@ -133,13 +167,10 @@ class GroupSampler:
 class LengthGroupedSampler(GroupSampler):
     """Draw batches of groups of like length, so that little is padded.
 
-    An epoch is shuffled, cut into chunks of ``CHUNK_BATCHES`` batches, each chunk sorted by length
-    and cut into batches, and the batches shuffled. Which groups meet depends on the lengths within
-    a chunk only; every index still comes once per epoch. Batches stay aligned when an epoch does
-    not fill the last one.
+    An epoch is shuffled and reordered by `length_grouped`. Which groups meet depends on the lengths
+    within a chunk only; every index still comes once per epoch. Batches stay aligned when an epoch
+    does not fill the last one.
     """
-
-    CHUNK_BATCHES = 16
 
     def __init__(self, lengths: Sequence[int], *, batch_size: int, seed: int) -> None:
         """Start at the beginning of epoch 0.
@@ -160,17 +191,11 @@ class LengthGroupedSampler(GroupSampler):
 
     def _epoch_order(self, epoch: int) -> list[int]:
         order = super()._epoch_order(epoch)
-        # Groups that fill the batch which the epoch before began.
-        n_head = (-epoch * self._n_groups) % self._batch_size
-        head, body = order[:n_head], order[n_head:]
-        chunk_size = self._batch_size * self.CHUNK_BATCHES
-        batches = []
-        for start in range(0, len(body), chunk_size):
-            chunk = sorted(body[start : start + chunk_size], key=lambda i: self._lengths[i])
-            batches += [
-                chunk[first : first + self._batch_size]
-                for first in range(0, len(chunk), self._batch_size)
-            ]
-        tail = batches.pop() if batches and len(batches[-1]) < self._batch_size else []
-        random.Random(f"batches:{self._seed}:{epoch}").shuffle(batches)
-        return [*head, *(index for batch in batches for index in batch), *tail]
+        return length_grouped(
+            order,
+            self._lengths.__getitem__,
+            batch_size=self._batch_size,
+            # Groups that fill the batch which the epoch before began.
+            n_head=(-epoch * self._n_groups) % self._batch_size,
+            rng=random.Random(f"batches:{self._seed}:{epoch}"),
+        )

@@ -38,7 +38,7 @@ def reference_logprobs(
         return session.logprobs(REFERENCE, rows)
 
     return cached_logprobs(
-        ctx.workspace.cache_dir / "logprobs", rows, _identity(ctx, cfg, "reference"), compute
+        ctx.workspace.cache_dir / "logprobs", rows, model_identity(ctx, cfg, "reference"), compute
     )
 
 
@@ -64,7 +64,7 @@ def behavior_logprobs(
         return logged_logprobs(train)
     pairs, rows = train.rendered, train.rows
     recipe = cfg.behavior.model_dump_json() + str(cfg.seed)
-    identity = [*_identity(ctx, cfg, "cloned"), recipe]
+    identity = [*model_identity(ctx, cfg, "cloned"), recipe]
     return cached_logprobs(
         ctx.workspace.cache_dir / "logprobs",
         rows,
@@ -169,7 +169,8 @@ def _base_dir(ctx: StageContext) -> str:
     return str(ctx.inputs["base"].path / "model")
 
 
-def _identity(ctx: StageContext, cfg: OfflinePPOConfig, policy: str) -> list[str]:
+def model_identity(ctx: StageContext, cfg: OfflinePPOConfig, policy: str) -> list[str]:
+    """Return the fingerprints of everything that log-probabilities under a policy depend on."""
     runtime = cfg.runtime.model_dump_json(include=NUMERIC_FIELDS)
     return [
         policy,

@@ -3,9 +3,10 @@ stands."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tasks.errors import ArtifactError
 
 _PREFIX = "step-"
 _STATE_FILE = "trainer.pt"
+_POINTERS_FILE = "pointers.json"
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,18 @@ class CheckpointStore:
         """Return the step of the newest complete checkpoint, 0 when there is none."""
         return max(self._steps(), default=0)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no complete checkpoint, not even one of step 0."""
+        return not self._steps()
+
     def save(
-        self, step: int, session: Session, roles: Sequence[str], state: dict[str, Any]
+        self,
+        step: int,
+        session: Session,
+        roles: Sequence[str],
+        state: dict[str, Any],
+        pointers: Mapping[str, int] | None = None,
     ) -> None:
         """Write a checkpoint; it gets its name only when complete.
 
@@ -45,6 +57,8 @@ class CheckpointStore:
             session: holds the roles.
             roles: roles whose weights, optimizer, schedule and random state are kept.
             state: tensors and plain values of the driver: sampler, window, best step.
+            pointers: steps of checkpoints that stay, by what they are ("best"); written to
+                ``pointers.json`` together with the newest one.
         """
         final = self.directory / f"{_PREFIX}{step:08d}"
         temporary = self.directory / f".tmp-{final.name}"
@@ -58,7 +72,7 @@ class CheckpointStore:
             os.fsync(handle.fileno())
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
-        self._prune()
+        self._point({**(pointers or {}), "last": step})
 
     def restore(self, step: int, session: Session, roles: Sequence[str]) -> dict[str, Any]:
         """Load the checkpoint of a step into the roles and return the driver's state.
@@ -85,6 +99,12 @@ class CheckpointStore:
         found = self.directory.glob(f"{_PREFIX}*")
         return sorted(int(path.name.removeprefix(_PREFIX)) for path in found if path.is_dir())
 
-    def _prune(self) -> None:
-        for step in self._steps()[: -self.keep]:
-            shutil.rmtree(self.directory / f"{_PREFIX}{step:08d}")
+    def _point(self, pointers: Mapping[str, int]) -> None:
+        """Write the pointers, then remove what none of them needs."""
+        temporary = self.directory / f".tmp-{_POINTERS_FILE}"
+        temporary.write_text(json.dumps(dict(pointers), indent=2) + "\n")
+        temporary.replace(self.directory / _POINTERS_FILE)
+        kept = set(self._steps()[-self.keep :]) | set(pointers.values())
+        for step in self._steps():
+            if step not in kept:
+                shutil.rmtree(self.directory / f"{_PREFIX}{step:08d}")

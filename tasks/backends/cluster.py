@@ -36,6 +36,10 @@ def worker_environment(device: Literal["cpu", "cuda"]) -> dict[str, str]:
             "VERL_PLATFORM": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            # Keep freed memory instead of giving it back and faulting it in again at every step:
+            # an eighth of the time of a small model's training.
+            "MALLOC_MMAP_THRESHOLD_": str(4 * 2**30),
+            "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
         }
     return environment
 

@@ -12,6 +12,8 @@ from tasks.algorithms.reward_search import WeightTrial, best_trial, judge_weight
 from tasks.artifacts import RewardModelCheckpoint
 from tasks.backends.reward_scoring import RewardScorer, RewardScores
 from tasks.backends.rewards import (
+    Judged,
+    both_sides,
     function_scores_on_cluster,
     load_reward_function,
     normalize_component,
@@ -63,11 +65,24 @@ class ComponentScorer:
     reward_model: RewardModelCheckpoint
 
     def score(self, pairs: Sequence[Pair], rows: Sequence[Row]) -> ComponentValues:
-        """Return the components of all responses.
+        """Return the components of all stored responses.
 
         Args:
             pairs: P pairs.
             rows: their 2P responses, chosen first.
+        """
+        found = self.score_responses(rows, both_sides(pairs))
+        values = dict(found.values)
+        if "labels" in self.cfg.components:
+            values["labels"] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
+        return ComponentValues(values, found.disagreement)
+
+    def score_responses(self, rows: Sequence[Row], responses: Sequence[Judged]) -> ComponentValues:
+        """Return the components of any responses: all but ``labels``, which only stored ones have.
+
+        Args:
+            rows: N responses as token ids.
+            responses: the same as text.
         """
         wanted = self.cfg.components
         values: dict[str, Tensor] = {}
@@ -78,11 +93,9 @@ class ComponentScorer:
             for name in wanted:
                 if name.split(".")[0] == REWARD_MODEL:
                     values[name] = self._normalized(scores, name)
-        if "labels" in wanted:
-            values["labels"] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
         if "function" in wanted:
             path, name = str(self.cfg.function_path), self.cfg.function_name
-            values["function"] = function_scores_on_cluster(path, name, pairs)
+            values["function"] = function_scores_on_cluster(path, name, responses)
         return ComponentValues(values, disagreement)
 
     def _normalized(self, scores: RewardScores, name: str) -> Tensor:

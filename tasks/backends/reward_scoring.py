@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tasks.artifacts import RewardComponent, RewardModelCheckpoint
+from tasks.artifacts import RewardModelCheckpoint
 from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session
 from tasks.errors import RewardError
+from tasks.reward_record import RewardComponent
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,9 @@ class RewardScorer:
         for component in components.values():
             for index, directory in enumerate(component.member_dirs):
                 name = _role(component.name, index)
-                session.load(RoleSpec(name, "value_model", str(directory), trained_head=True))
+                spec = RoleSpec(name, "value_model", str(directory), trained_head=True)
+                if session.specs.get(name) != spec:
+                    session.load(spec)
         return cls(session, components)
 
     def score(self, rows: Sequence[Row]) -> RewardScores:

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,50 @@ from tasks.data.hh import Pair
 from tasks.errors import MissingInputError, RewardError
 
 RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
-PAIRS_PER_TASK = 2000
+RESPONSES_PER_TASK = 4000
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A response as a reward function sees it.
+
+    Args:
+        data_source: subset.
+        solution_str: the response.
+        ground_truth: the dataset's chosen response to the same prompt.
+        extra_info: ``prompt`` as messages, ``pair_id``, ``side``.
+        where: file and line, for messages.
+    """
+
+    data_source: str
+    solution_str: str
+    ground_truth: str
+    extra_info: dict[str, Any]
+    where: str
+
+    @classmethod
+    def of(cls, pair: Pair, side: str, response: str) -> Judged:
+        """Build it for a response to the prompt of a pair.
+
+        Args:
+            pair: gives prompt, subset and chosen response.
+            side: ``chosen``, ``rejected``, or where else the response comes from.
+            response: its text.
+        """
+        prompt = [{"role": turn.role, "content": turn.content} for turn in pair.prompt]
+        extra = {"prompt": prompt, "pair_id": pair.pair_id, "side": side}
+        where = f"{side} response of {pair.source_file}:{pair.source_line}"
+        return cls(pair.subset, response, pair.chosen, extra, where)
+
+
+def both_sides(pairs: Sequence[Pair]) -> list[Judged]:
+    """Return the stored responses of each pair, chosen first."""
+    return [
+        Judged.of(pair, side, text)
+        for pair in pairs
+        for side, text in (("chosen", pair.chosen), ("rejected", pair.rejected))
+    ]
 
 
 def load_reward_function(path: str, name: str) -> RewardFunction:
@@ -65,73 +108,67 @@ def load_reward_function(path: str, name: str) -> RewardFunction:
     return function
 
 
-def function_scores(function: RewardFunction, pairs: Sequence[Pair]) -> Tensor:
-    """Score both responses of each pair, chosen first, with a function of the user's.
+def function_scores(function: RewardFunction, responses: Sequence[Judged]) -> Tensor:
+    """Score N responses with a function of the user's.
 
     Returns:
-        (2P,) fp32.
+        (N,) fp32.
 
     Raises:
         RewardError: it raised or returned something that is not a finite number; names row and
             value.
     """
     scores = []
-    for pair in pairs:
-        prompt = [{"role": m.role, "content": m.content} for m in pair.prompt]
-        for side, response in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            extra = {"prompt": prompt, "pair_id": pair.pair_id, "side": side}
-            where = (
-                f"reward function on the {side} response of {pair.source_file}:{pair.source_line}"
+    for response in responses:
+        where = f"reward function on the {response.where}"
+        try:
+            value = float(
+                function(  # by name, as verl calls it
+                    data_source=response.data_source,  # type: ignore[call-arg]
+                    solution_str=response.solution_str,
+                    ground_truth=response.ground_truth,
+                    extra_info=response.extra_info,
+                )
             )
-            try:
-                value = float(
-                    function(  # by name, as verl calls it
-                        data_source=pair.subset,  # type: ignore[call-arg]
-                        solution_str=response,
-                        ground_truth=pair.chosen,
-                        extra_info=extra,
-                    )
-                )
-            except Exception as error:
-                raise RewardError(
-                    f"{where} raised {error!r}", "a number", "mend the function"
-                ) from error
-            if not math.isfinite(value):
-                raise RewardError(
-                    f"{where} returned {value}", "a finite number", "mend the function"
-                )
-            scores.append(value)
+        except Exception as error:
+            raise RewardError(
+                f"{where} raised {error!r}", "a number", "mend the function"
+            ) from error
+        if not math.isfinite(value):
+            raise RewardError(f"{where} returned {value}", "a finite number", "mend the function")
+        scores.append(value)
     return torch.tensor(scores)
 
 
 def function_scores_on_cluster(
-    path: str, name: str, pairs: Sequence[Pair], pairs_per_task: int = PAIRS_PER_TASK
+    path: str, name: str, responses: Sequence[Judged], per_task: int = RESPONSES_PER_TASK
 ) -> Tensor:
-    """Score both responses of each pair with a function of the user's, in Ray tasks.
+    """Score N responses with a function of the user's, in Ray tasks.
 
-    The file must be there on every node. Few pairs are scored here: a task needs seconds to start.
+    The file must be there on every node. Few responses are scored here: a task needs seconds to
+    start.
 
     Args:
         path: Python file.
         name: function in it.
-        pairs: P pairs.
-        pairs_per_task: pairs that one task scores.
+        responses: N of them.
+        per_task: responses that one task scores.
 
     Returns:
-        (2P,) fp32, chosen first.
+        (N,) fp32.
 
     Raises:
         RewardError: as in `function_scores`.
     """
-    if len(pairs) <= pairs_per_task:
-        return function_scores(load_reward_function(path, name), pairs)
+    if len(responses) <= per_task:
+        return function_scores(load_reward_function(path, name), responses)
     import ray
 
     # The ranks hold the CPUs of a small machine for as long as they live.
     score = ray.remote(num_cpus=0)(_score_part)
-    starts = range(0, len(pairs), pairs_per_task)
+    starts = range(0, len(responses), per_task)
     parts = [
-        score.remote(path, name, list(pairs[start : start + pairs_per_task])) for start in starts
+        score.remote(path, name, list(responses[start : start + per_task])) for start in starts
     ]
     try:
         return torch.cat(ray.get(parts))
@@ -141,8 +178,8 @@ def function_scores_on_cluster(
         raise
 
 
-def _score_part(path: str, name: str, pairs: Sequence[Pair]) -> Tensor:
-    return function_scores(load_reward_function(path, name), pairs)
+def _score_part(path: str, name: str, responses: Sequence[Judged]) -> Tensor:
+    return function_scores(load_reward_function(path, name), responses)
 
 
 def normalize_component(cfg: RewardConfig, raw: Tensor, mean: float, std: float) -> Tensor:

@@ -55,9 +55,16 @@ class Responses:
 
     def of_subsets(self, subsets: Sequence[str]) -> Responses:
         """Return the part of these subsets."""
-        chosen = [i for i, pair in enumerate(self.pairs) if pair.subset in subsets]
+        return self.select([i for i, pair in enumerate(self.pairs) if pair.subset in subsets])
+
+    def first(self, n_pairs: int) -> Responses:
+        """Return the first pairs."""
+        return self.select(range(min(n_pairs, len(self.pairs))))
+
+    def select(self, indices: Sequence[int]) -> Responses:
+        """Return the pairs at these indices."""
         return Responses(
-            [self.pairs[i] for i in chosen], [self.rendered[i] for i in chosen], self.left_out
+            [self.pairs[i] for i in indices], [self.rendered[i] for i in indices], self.left_out
         )
 
     @cached_property
@@ -90,6 +97,10 @@ class Trajectories:
         behavior_logprobs: N tensors of shape (T_i,), of the policy that wrote the responses.
         ref_logprobs: N tensors of shape (T_i,), of the model that training starts from.
         components: what the rewards are made of.
+        n_stored: rows of the dataset, laid out chosen, rejected, chosen, ...; rows behind them were
+            sampled as candidates. Negative = all.
+        ended: (N,) bool, True = the response ends its turn. Empty = all do.
+        subsets: of each group. Empty = one subset.
     """
 
     rows: Sequence[Row]
@@ -98,8 +109,13 @@ class Trajectories:
     behavior_logprobs: Sequence[Tensor]
     ref_logprobs: Sequence[Tensor]
     components: ComponentValues = field(default_factory=lambda: ComponentValues({}))
+    n_stored: int = -1
+    ended: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    subsets: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if self.n_stored < 0:
+            object.__setattr__(self, "n_stored", len(self.rows))
         spread = float(self.rewards.std()) if len(self.rewards) > 1 else 0.0
         if not spread > 0.0:
             raise RewardError(
@@ -107,6 +123,14 @@ class Trajectories:
                 "rewards that differ",
                 "look at offline_ppo.reward and at the reward model's report",
             )
+
+    @cached_property
+    def group_of(self) -> Tensor:
+        """(N,) int64, the prompt of each row."""
+        group_of = torch.zeros(len(self.rows), dtype=torch.long)
+        for group, members in enumerate(self.groups):
+            group_of[list(members)] = group
+        return group_of
 
 
 def response_rows(pairs: Sequence[RenderedPair]) -> list[Row]:

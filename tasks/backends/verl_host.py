@@ -216,6 +216,18 @@ class RoleHost(Worker):  # type: ignore[misc]
         return self.workers[tu.pop(data, key="role")].infer_batch(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def scale_learning_rate(self, role: str, scale: float) -> None:
+        """Set a role's learning rate to ``scale`` times the configured one; a second call replaces
+        the first, and so does a restored checkpoint."""
+        worker = self.workers[role]
+        engine, rate = worker.engine, worker.config.optimizer_config.lr * scale
+        scheduler = engine.lr_scheduler
+        scheduler.base_lrs = [rate] * len(scheduler.base_lrs)
+        for group, factor in zip(engine.optimizer.param_groups, scheduler.lr_lambdas, strict=True):
+            group["initial_lr"] = rate
+            group["lr"] = rate * factor(scheduler.last_epoch)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, role: str, directory: str) -> None:
         """Write weights, optimizer, schedule and random state of this rank."""
         self.workers[role].engine.save_checkpoint(directory)

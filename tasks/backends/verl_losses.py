@@ -14,14 +14,7 @@ from torch import Tensor
 from verl.workers.utils.padding import no_padding_2_padding
 
 from tasks.algorithms.distillation_losses import soft_hard_loss, topk_tail_kl
-from tasks.algorithms.masking import LossMode, Totals, aggregate
-from tasks.algorithms.policy_losses import (
-    ClipRange,
-    PolicyBatch,
-    decoupled_ppo_loss,
-    entropy_loss,
-    value_loss,
-)
+from tasks.algorithms.masking import aggregate
 from tasks.algorithms.reward_losses import (
     PairRegularization,
     PairTargets,
@@ -29,42 +22,15 @@ from tasks.algorithms.reward_losses import (
     split_interleaved,
 )
 from tasks.backends.micro_batches import layout_of
-
-Loss = tuple[Tensor, dict[str, float]]
-
-
-def _floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items()}
-
-
-def _response_mask(data: Any) -> Tensor:
-    """Return (B, T) bool, True = a real response token."""
-    lengths = data["responses"].offsets().diff()
-    longest = int(lengths.max())
-    mask: Tensor = torch.arange(longest, device=lengths.device)[None, :] < lengths[:, None]
-    return mask
-
-
-def _padded(data: Any, column: str) -> Tensor:
-    """Return a response-aligned column as (B, T) or (B, T, K)."""
-    padded: Tensor = torch.nested.to_padded_tensor(data[column], padding=0.0)
-    return padded
-
-
-def _totals(data: Any, mode: LossMode) -> Totals:
-    return Totals(float(data["batch_num_tokens"]), float(data["global_batch_size"]), mode)
-
-
-def _ranks(data: Any) -> int:
-    return int(data["dp_size"])
+from tasks.backends.verl_batches import Loss, floats, n_ranks, response_mask, totals
 
 
 def cloning_loss(model_output: Any = None, data: Any = None, dp_group: Any = None) -> Loss:
     """Negative log-likelihood of the response tokens, averaged over all tokens of the step."""
-    mask = _response_mask(data)
+    mask = response_mask(data)
     token_loss = -no_padding_2_padding(model_output["log_probs"], data)
-    loss = aggregate(token_loss, mask, _totals(data, "token-mean"))
-    return loss * _ranks(data), {"nll_mean": float(loss.detach())}
+    loss = aggregate(token_loss, mask, totals(data, "token-mean"))
+    return loss * n_ranks(data), {"nll_mean": float(loss.detach())}
 
 
 def last_token_scores(values: Any) -> Tensor:
@@ -101,7 +67,7 @@ def pairwise_loss(
         targets=PairTargets(weights, _of_pairs(data, "margin"), _of_pairs(data, "trust")),
         regularization=regularization,
     )
-    return loss * _ranks(data), _floats(metrics)
+    return loss * n_ranks(data), floats(metrics)
 
 
 def _of_pairs(data: Any, column: str) -> Tensor | None:
@@ -110,51 +76,6 @@ def _of_pairs(data: Any, column: str) -> Tensor | None:
         return None
     values: Tensor = data[column].values()[0::2]
     return values
-
-
-def policy_loss(
-    clip: ClipRange,
-    mode: LossMode,
-    entropy_coef: float,
-    model_output: Any = None,
-    data: Any = None,
-    dp_group: Any = None,
-) -> Loss:
-    """Decoupled clipped surrogate; columns ``proximal_logprobs``, ``advantages``, ``weights``."""
-    mask, totals = _response_mask(data), _totals(data, mode)
-    frozen = PolicyBatch(
-        proximal_logprobs=_padded(data, "proximal_logprobs"),
-        advantages=_padded(data, "advantages"),
-        weights=_padded(data, "weights"),
-        response_mask=mask,
-    )
-    logprobs = no_padding_2_padding(model_output["log_probs"], data)
-    loss, metrics = decoupled_ppo_loss(logprobs, frozen, totals=totals, clip=clip)
-    if entropy_coef > 0.0:
-        entropy = no_padding_2_padding(model_output["entropy"], data)
-        bonus, entropy_metrics = entropy_loss(entropy, mask, coef=entropy_coef, totals=totals)
-        loss, metrics = loss + bonus, metrics | entropy_metrics
-    return loss * _ranks(data), _floats(metrics)
-
-
-def critic_loss(
-    clip_range: float,
-    mode: LossMode,
-    model_output: Any = None,
-    data: Any = None,
-    dp_group: Any = None,
-) -> Loss:
-    """Clipped squared error of the values; columns ``old_values`` and ``returns``."""
-    values = no_padding_2_padding(model_output["values"], data)
-    loss, metrics = value_loss(
-        values,
-        _padded(data, "old_values"),
-        _padded(data, "returns"),
-        _response_mask(data),
-        clip_range=clip_range,
-        totals=_totals(data, mode),
-    )
-    return loss * _ranks(data), _floats(metrics)
 
 
 def _positions_before_response(data: Any) -> Tensor:
@@ -198,12 +119,12 @@ def distillation_loss(
     loss, metrics = soft_hard_loss(
         no_padding_2_padding(model_output["token_kl"], data),
         -no_padding_2_padding(model_output["log_probs"], data),
-        _response_mask(data),
+        response_mask(data),
         alpha=alpha,
         tau=tau,
         total_tokens=float(data["batch_num_tokens"]),
     )
-    return loss * _ranks(data), _floats(metrics)
+    return loss * n_ranks(data), floats(metrics)
 
 
 def top_k_hook(

@@ -237,9 +237,9 @@ class Assembly:
         lines = table["line"].to_numpy() + place.line_base
         numbers = table["position"].to_numpy().astype(np.int64) + place.first_row + 1
         added = {
-            "split": pa.array([split] * n, pa.string()),
-            "source": pa.array([file.source] * n, pa.string()),
-            "source_file": pa.array([file.label] * n, pa.string()),
+            "split": pa.repeat(pa.scalar(split), n),
+            "source": pa.repeat(pa.scalar(file.source), n),
+            "source_file": pa.repeat(pa.scalar(file.label), n),
             "source_line": pa.array(lines, pa.int64()),
             "row_number": pa.array(numbers, pa.int64()),
         }

@@ -184,6 +184,18 @@ class LineReader:
         self.n_lines = 0
         self._file = file
         self._payload = payload
+        self._text: bytes | None = None
+
+    def text(self) -> bytes | None:
+        """Return whole lines as they are, without a byte order mark; None of other payloads."""
+        if self._text is None:
+            match self._payload:
+                case Block(text, is_first):
+                    self._text = text.removeprefix(_BOM) if is_first else text
+                case Span(start, end):
+                    text = _read_span(self._file.path, start, end)
+                    self._text = text.removeprefix(_BOM) if start == 0 else text
+        return self._text
 
     def rows(self) -> Iterator[tuple[int, Any]]:
         """Yield (line, row); a row is bytes, or a mapping from a Parquet file."""
@@ -194,11 +206,8 @@ class LineReader:
                 yield from enumerate(
                     _read_group(self._file.path, self._payload), self._payload.first_number
                 )
-            case Block(text, is_first):
-                yield from self._lines(text.removeprefix(_BOM) if is_first else text)
-            case Span(start, end):
-                text = _read_span(self._file.path, start, end)
-                yield from self._lines(text.removeprefix(_BOM) if start == 0 else text)
+            case _:
+                yield from self._lines(self.text() or b"")
 
     def _lines(self, text: bytes) -> Iterator[tuple[int, bytes]]:
         lines = text.split(b"\n")

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
+import pyarrow as pa
 
 from tasks.data.chunk_jobs import (
     KEY_RECORD,
@@ -24,6 +25,7 @@ from tasks.data.chunk_jobs import (
     RowGroup,
     Rows,
     Span,
+    pairs_file,
     raw_bytes,
 )
 from tasks.data.hh import ID_DIGITS, Refusal
@@ -40,7 +42,7 @@ from tasks.data.keys import (
     transcript_of,
     unordered_key,
 )
-from tasks.data.plain_rows import PlainPairs, parse_plain, two_texts
+from tasks.data.plain_rows import PlainPairs, parse_plain, two_columns, two_texts
 from tasks.data.row_numbers import Judge
 from tasks.data.rows import Row, check_characters, decode_object, read_row, storable
 from tasks.data.spill import (
@@ -54,6 +56,8 @@ from tasks.data.spill import (
 from tasks.quarantine import QuarantineReason
 
 _ALTERNATING: Final = [["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(200)]
+Array = np.ndarray[Any, Any]
+_NUMBERS: Final = KEY_RECORD.names or ()
 _SPLIT_CODES: Final = {name: code for code, name in enumerate(SPLITS)}
 
 
@@ -76,35 +80,44 @@ class ChunkParser:
         """
         reader = LineReader(job.file, job.payload)
         chunk = _Chunk(job)
-        is_plain = self._is_usual and chunk.may_be_plain
-        plain: list[tuple[int, int, bytes]] = []
-        texts: list[tuple[str, str]] = []
-        others: list[tuple[int, int, Any]] = []
-        for line, raw in reader.rows():
-            found = two_texts(raw) if is_plain else None
-            if found is not None:
-                plain.append((chunk.n_rows, line, raw))
-                texts.append(found)
-            else:
-                others.append((chunk.n_rows, line, raw))
-            chunk.n_rows += 1
-        others += self._parse_plain(chunk, plain, texts)
-        for row in others:
-            self._parse_row(chunk, *row)
-        return chunk.finish(reader.n_lines)
+        plain = self._is_usual and chunk.may_be_plain
+        text = reader.text() if plain else None
+        whole = two_columns(text) if text is not None else None
+        if whole is not None and text is not None:
+            chunk.n_rows = n_lines = len(whole.chosen)
+            places = np.arange(n_lines)
+            others = self._take_plain(chunk, whole.chosen, whole.rejected, places, places)
+            rows = {number: (number, whole.line(text, number)) for number in others}
+        else:
+            rows = dict(enumerate(reader.rows()))
+            n_lines, chunk.n_rows = reader.n_lines, len(rows)
+            others = self._parse_plain(chunk, list(rows.values())) if plain else list(rows)
+        for position in others:
+            self._parse_row(chunk, position, *rows[position])
+        return chunk.finish(n_lines)
 
-    def _parse_plain(
-        self, chunk: _Chunk, rows: list[tuple[int, int, bytes]], texts: list[tuple[str, str]]
-    ) -> list[tuple[int, int, bytes]]:
-        """Parse rows of two texts at once; return those that are not as they should be."""
-        chosen, rejected = [two[0] for two in texts], [two[1] for two in texts]
+    def _parse_plain(self, chunk: _Chunk, rows: list[tuple[int, Any]]) -> list[int]:
+        """Parse those rows that are two texts at once; return which are not as they should be."""
+        texts = [two_texts(raw) for _, raw in rows]
+        places = np.flatnonzero([found is not None for found in texts])
+        chosen, rejected = (
+            pa.array([found[side] for found in texts if found], pa.large_string())
+            for side in (0, 1)
+        )
+        lines = np.array([line for line, _ in rows])
+        return self._take_plain(chunk, chosen, rejected, places, lines)
+
+    def _take_plain(
+        self, chunk: _Chunk, chosen: pa.Array, rejected: pa.Array, places: Array, lines: Array
+    ) -> list[int]:
         pairs = parse_plain(chosen, rejected, lambda ids: self._splits_of(chunk.job.file, ids))
-        if pairs is None:
-            return rows
-        fit = pairs.index.tolist()
-        chunk.take(pairs, [rows[index][:2] for index in fit])
-        taken = set(fit)
-        return [row for index, row in enumerate(rows) if index not in taken]
+        is_open = np.ones(chunk.n_rows, bool)
+        if pairs is not None:
+            positions = places[pairs.index]
+            chunk.take(pairs, positions, lines[positions])
+            is_open[positions] = False
+        found: list[int] = np.flatnonzero(is_open).tolist()
+        return found
 
     def _parse_row(self, chunk: _Chunk, position: int, line: int, raw: Any) -> None:
         try:
@@ -221,8 +234,7 @@ class ChunkParser:
             detail = f"not in the sample of {file.weight:g} of source {file.source}"
             raise Refusal(QuarantineReason.NOT_SAMPLED, detail)
         split = self._split_of(file, group_id)
-        chunk.keys.append(keys.pair)
-        chunk.groups.append(keys.group[:16] + keys.root[:16])
+        chunk.keys.append(keys.pair + keys.group[:16] + keys.root[:16])
         chunk.codes.append((*place, keys.direction, split))
         alternating, tokens = found
         plain = (
@@ -281,20 +293,20 @@ class _Chunk:
         self.may_be_plain = is_hh and job.file.subset_column is None and job.file.weight >= 1.0
         self.n_rows = 0
         self.keys: list[bytes] = []
-        self.groups: list[bytes] = []
         self.codes: list[tuple[int, int, bool, int]] = []
         self.batch = PairBatch()
         self.left_out: list[LeftOut] = []
         self.failure: tuple[str, str, int] | None = None
         self.plain: PlainPairs | None = None
+        self.records = np.zeros(0, KEY_RECORD)
 
-    def take(self, pairs: PlainPairs, places: list[tuple[int, int]]) -> None:
+    def take(self, pairs: PlainPairs, positions: Array, lines: Array) -> None:
         """Take pairs that were parsed at once."""
         self.plain = pairs
-        self.keys += pairs.keys
-        self.groups += [root[:16] * 2 for root in pairs.roots]
-        marks = zip(places, pairs.directions, pairs.splits, strict=True)
-        self.codes += [(*place, direction, split) for place, direction, split in marks]
+        self.records = np.zeros(len(positions), KEY_RECORD)
+        _fill(self.records, np.hstack([pairs.keys, pairs.roots, pairs.roots]))
+        self.records["row"], self.records["line"] = positions, lines
+        self.records["direction"], self.records["split"] = pairs.directions, pairs.splits
 
     def refuse(self, place: tuple[int, int], raw: Any, refusal: Refusal, action: str) -> None:
         reason, (position, line) = refusal.reason.value, place
@@ -304,8 +316,12 @@ class _Chunk:
 
     def finish(self, n_lines: int) -> ChunkResult:
         job = self.job
-        if self.keys:
-            self._write_pairs()
+        records = np.concatenate([self.records, self._other_records()])
+        records["file"] = job.file_index
+        # Pairs that were parsed at once come first here.
+        order = np.argsort(records["row"], kind="stable")
+        if len(records):
+            self._write_pairs(records, order)
             keep_payload(job.spill_dir, job.index, job.payload)
         if self.left_out:
             self.left_out.sort()
@@ -318,41 +334,36 @@ class _Chunk:
             file_index=job.file_index,
             n_lines=n_lines,
             n_rows=self.n_rows,
-            n_pairs=len(self.keys),
+            n_pairs=len(records),
             n_left_out=len(self.left_out),
             bytes_read=job.bytes_read,
-            records=self._records(),
+            records=records[order],
             failure=self.failure,
             reasons=reasons,
             payload=job.payload if isinstance(job.payload, Span | RowGroup) else None,
         )
 
-    def _write_pairs(self) -> None:
-        """Put the pairs aside in the order of their rows; those parsed at once come first here."""
+    def _write_pairs(self, records: Array, order: Array) -> None:
         columns = []
         if self.plain is not None:
             columns.append(complete_columns(self.plain.columns, self.job.file.subset))
         if len(self.batch):
             columns.append(self.batch.arrays())
-        write_pairs(self.job.spill_dir, self.job.index, columns, self.codes)
+        write_pairs(pairs_file(self.job.spill_dir, self.job.index), columns, records, order)
 
-    def _records(self) -> np.ndarray[Any, Any]:
+    def _other_records(self) -> Array:
         records = np.zeros(len(self.keys), KEY_RECORD)
-        names = ("pair_low", "pair_high", "exact")
-        _fill(records, names, self.keys)
-        _fill(records, ("group_low", "group_high", "root_low", "root_high"), self.groups)
-        if self.codes:
+        if self.keys:
+            _fill(records, np.frombuffer(b"".join(self.keys), "<u8").reshape(len(records), -1))
             position, line, direction, split = zip(*self.codes, strict=True)
             records["row"], records["line"] = position, line
             records["direction"], records["split"] = direction, split
-        records["file"] = self.job.file_index
-        return records[np.argsort(records["row"], kind="stable")]
+        return records
 
 
-def _fill(records: np.ndarray[Any, Any], names: tuple[str, ...], digests: list[bytes]) -> None:
-    values = np.frombuffer(b"".join(digests), "<u8").reshape(-1, len(names))
-    for column, name in enumerate(names):
-        records[name] = values[:, column]
+def _fill(records: Array, numbers: Array) -> None:
+    for column, name in enumerate(_NUMBERS[: numbers.shape[1]]):
+        records[name] = numbers[:, column]
 
 
 def _load_renderer(options: ParseOptions) -> Any:

@@ -1,8 +1,9 @@
 """Worker processes that parse chunks.
 
-A worker is this module run as a program. It knows its parent by a pair of pipes alone: when the
-parent is gone, however it ended, the worker reads an end of file and ends, too. It does not import
-the parent's main module, unlike multiprocessing's workers, so it starts in a tenth of a second.
+A worker is `tasks.data.chunk_worker` run as a program. It knows its parent by a pair of pipes
+alone: when the parent is gone, however it ended, the worker reads an end of file and ends, too. It
+does not import the parent's main module, unlike multiprocessing's workers, so it starts in a tenth
+of a second.
 """
 
 from __future__ import annotations
@@ -26,6 +27,17 @@ from tasks.errors import ClusterError
 
 # How far ahead of the slowest chunk the others may be, per worker.
 _AHEAD: Final = 4
+
+_WORKER_ENVIRONMENT: Final = {
+    # One thread each: the processes are what uses the cores.
+    "OMP_NUM_THREADS": "1",
+    "ARROW_NUM_THREADS": "1",
+    # Chunks are alike: memory that goes back to the system has to be asked for, and cleared, anew.
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+    "MALLOC_TOP_PAD_": str(2**24),
+    "MIMALLOC_PURGE_DELAY": "-1",
+}
 
 
 def parse_chunks(
@@ -57,9 +69,8 @@ class _Worker:
         root = str(Path(tasks.__file__).resolve().parents[1])
         paths = [root, os.environ.get("PYTHONPATH", "")]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        # One thread each: the processes are what uses the cores.
-        environment |= {"OMP_NUM_THREADS": "1", "ARROW_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "tasks.data.chunk_pool", str(theirs.fileno())]
+        environment |= _WORKER_ENVIRONMENT
+        command = [sys.executable, "-m", "tasks.data.chunk_worker", str(theirs.fileno())]
         self._process = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
         )
@@ -168,7 +179,8 @@ class _Pool:
             return job
 
 
-def _serve_parent(descriptor: int) -> None:
+def serve_parent(descriptor: int) -> None:
+    """Parse what the parent sends through the pipe until it is gone."""
     pipe: Connection[Any, Any] = Connection(descriptor)
     # Rows make no cycles, but so many objects that looking for cycles takes a tenth of the time.
     gc.disable()
@@ -184,7 +196,3 @@ def _serve_parent(descriptor: int) -> None:
             pipe.send_bytes(pickle.dumps(answer, pickle.HIGHEST_PROTOCOL))
     except (EOFError, ConnectionError, KeyboardInterrupt):
         return
-
-
-if __name__ == "__main__":
-    _serve_parent(int(sys.argv[1]))

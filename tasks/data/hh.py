@@ -42,6 +42,7 @@ class Pair:
         logged: log-probabilities in nats of the whole chosen and rejected response, end of turn
             included, under the policy that wrote them; None where the source has none.
         margin: how much better the chosen response was rated; None where the source has no ratings.
+        flags: what ingestion found worth a mark and kept.
     """
 
     pair_id: str
@@ -54,6 +55,7 @@ class Pair:
     source_line: int
     logged: tuple[float, float] | None = None
     margin: float | None = None
+    flags: tuple[str, ...] = ()
 
     @property
     def n_turns(self) -> int:

@@ -45,7 +45,7 @@ def pair_to_row(pair: Pair, split: str) -> dict[str, Any]:
         "chosen_chars": len(pair.chosen),
         "rejected_chars": len(pair.rejected),
         "alternating": pair.alternating,
-        "flags": [],
+        "flags": list(pair.flags),
         "chosen_logprob": pair.logged[0] if pair.logged else None,
         "rejected_logprob": pair.logged[1] if pair.logged else None,
         "margin": pair.margin,
@@ -68,6 +68,7 @@ def row_to_pair(row: dict[str, Any]) -> Pair:
         source_line=row["source_line"],
         logged=_logged_of(row),
         margin=row["margin"],
+        flags=tuple(row["flags"]),
     )
 
 
@@ -86,6 +87,7 @@ _PAIR_COLUMNS: Final = [
     "chosen_logprob",
     "rejected_logprob",
     "margin",
+    "flags",
     "source_file",
     "source_line",
 ]

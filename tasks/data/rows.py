@@ -31,7 +31,7 @@ from tasks.data.row_numbers import (
     margin_of,
     scores_of,
 )
-from tasks.quarantine import QuarantineReason, default_actions
+from tasks.quarantine import REASONS, QuarantineReason, default_actions
 
 _SPEAKERS: Final = ("system", "user", "assistant")
 # Line ends and tabs are text; the rest breaks terminals, tokenizers and C strings.
@@ -114,7 +114,8 @@ def read_row(row: Mapping[str, Any], form: str, judge: Judge) -> Row:
     """Read a row of one of the formats.
 
     - ``hh``: ``chosen`` and ``rejected`` are HH transcripts.
-    - ``prompt``: ``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages.
+    - ``prompt``: ``prompt``, ``chosen`` and ``rejected``, each a text or a list of messages. If the
+      responses bring their prompt along, the field is that, its first or its last turns, or empty.
     - ``messages``: ``chosen`` and ``rejected`` are lists of messages that share the prompt.
     - ``scored``: ``{"text": [a, b], "score": [x, y]}``, HH transcripts.
     - ``verl``: ``prompt``, ``response`` and ``reward_model.ground_truth``: the ground truth is
@@ -177,9 +178,9 @@ def _read_prompt(row: Mapping[str, Any], judge: Judge) -> Row:
     chosen, rejected = (_field(row, side) for side in SIDES)
     if any(_is_whole(answer) for answer in (chosen, rejected)):
         # The responses repeat the prompt, as in the datasets that also have it apart.
-        if isinstance(chosen, list):
-            return _read_messages(row, judge)
-        return _read_hh(row, judge)
+        found = (_read_messages if isinstance(chosen, list) else _read_hh)(row, judge)
+        _check_prompt(row["prompt"], found, judge)
+        return found
     prompt = _prompt_turns(row["prompt"], judge)
     answers = [_answer(side, row[side]) for side in SIDES]
     scores, margin, logged = scores_of(row, judge), margin_of(row), logged_of(row)
@@ -257,6 +258,20 @@ def _is_whole(answer: Any) -> bool:
     return isinstance(answer, list) and len(answer) > 1
 
 
+def _check_prompt(value: Any, row: Row, judge: Judge) -> None:
+    """Object to a prompt given apart that is neither the responses' own nor its start or end."""
+    if value in (None, "", []):
+        return
+    # Whatever else is wrong with the turns is said of the responses' own.
+    given = _prompt_turns(value, Judge(dict.fromkeys(REASONS, "keep")))
+    own = tuple(Message(*turn) for turn in zip(row.roles, row.contents, strict=True))
+    for whole in (own, tuple(turn for turn in own if turn.role != "system")):
+        if given in (whole[: len(given)], whole[-len(given) :]):
+            return
+    detail = "the field 'prompt' is not what chosen and rejected begin with"
+    judge.find(QuarantineReason.PROMPT_MISMATCH, detail)
+
+
 def _prompt_turns(value: Any, judge: Judge) -> Turns:
     if isinstance(value, list):
         turns = _messages("prompt", value)
@@ -330,6 +345,7 @@ def _finish(turns: Sequence[Turns], judge: Judge) -> Callable[..., Row]:
     chosen, rejected = turns
     if chosen[:-1] != rejected[:-1]:
         chosen, rejected = _at_first_difference(chosen, rejected, judge)
+    _check_question(chosen[:-1], judge)
     for side, answer in (("chosen", chosen[-1]), ("rejected", rejected[-1])):
         if not answer.content:
             judge.find(QuarantineReason.EMPTY_RESPONSE, f"the response of {side} is empty")
@@ -349,6 +365,12 @@ def _finish(turns: Sequence[Turns], judge: Judge) -> Callable[..., Row]:
         )
 
     return make
+
+
+def _check_question(prompt: Turns, judge: Judge) -> None:
+    asked = [turn.content for turn in prompt if turn.role == "user"]
+    if asked and not asked[-1]:
+        judge.find(QuarantineReason.EMPTY_PROMPT, "the last user turn of the prompt is empty")
 
 
 def _at_first_difference(chosen: Turns, rejected: Turns, judge: Judge) -> tuple[Turns, Turns]:

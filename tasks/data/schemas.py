@@ -165,7 +165,8 @@ class RowGroupWriter:
     def __enter__(self) -> RowGroupWriter:
         order = None
         if self._sorted_by is not None:
-            order = [pq.SortingColumn(self._schema.get_field_index(self._sorted_by))]
+            # Not the field's place: a nested field is several columns of the file.
+            order = pq.SortingColumn.from_ordering(self._schema, [(self._sorted_by, "ascending")])
         self._writer = pq.ParquetWriter(
             self._temporary, self._schema, compression="zstd", sorting_columns=order
         )

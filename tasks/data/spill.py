@@ -18,7 +18,6 @@ from tasks.data.chunk_jobs import (
     Payload,
     Rows,
     left_out_file,
-    pairs_file,
     payload_file,
     raw_bytes,
 )
@@ -50,6 +49,8 @@ _TOKENS: Final = ("prompt_ids", "chosen_ids", "rejected_ids")
 _FLAG_LIST: Final = pa.list_(pa.field("element", pa.string(), False))
 _ID_LIST: Final = pa.list_(pa.field("element", pa.int32(), False))
 RAW: Final = "raw"
+
+Array = np.ndarray[Any, Any]
 
 
 class LeftOut(NamedTuple):
@@ -143,7 +144,7 @@ def complete_columns(columns: Mapping[str, pa.Array], subset: str) -> dict[str, 
     flags = pa.ListArray.from_arrays(offsets, pa.array([], pa.string()), _FLAG_LIST)
     return {
         **columns,
-        "subset": pa.array([subset] * n, pa.string()),
+        "subset": pa.repeat(pa.scalar(subset, pa.string()), n),
         "flags": flags,
         **{name: pa.nulls(n, pa.float64()) for name in _NUMBERS},
         **{name: pa.nulls(n, _ID_LIST) for name in _TOKENS},
@@ -151,30 +152,27 @@ def complete_columns(columns: Mapping[str, pa.Array], subset: str) -> dict[str, 
 
 
 def write_pairs(
-    spill_dir: Path,
-    index: int,
-    parts: Sequence[Mapping[str, pa.Array]],
-    codes: Sequence[tuple[int, int, bool, int]],
+    path: Path, parts: Sequence[Mapping[str, pa.Array]], records: Array, order: Array
 ) -> None:
     """Put the pairs of a chunk aside with their positions, lines and splits, in order.
 
     Args:
         parts: columns of some of the pairs each.
-        codes: position, line, label and split of each pair, in the order of the parts.
+        records: `KEY_RECORD` of each pair, in the order of the parts.
+        order: the records by row.
     """
-    position, line, _, split = zip(*codes, strict=True)
     columns = {
-        "position": pa.array(position, pa.int32()),
-        "line": pa.array(line, pa.int64()),
-        "split_code": pa.array(split, pa.int8()),
+        "position": pa.array(records["row"].astype(np.int32)),
+        "line": pa.array(records["line"].astype(np.int64)),
+        "split_code": pa.array(records["split"].astype(np.int8)),
     }
     for name in sorted(parts[0]):
         columns[name] = pa.concat_arrays([part[name] for part in parts])
-    batch = pa.record_batch(list(columns.values()), names=list(columns))
-    order = np.argsort(position, kind="stable")
     if (np.diff(order) != 1).any():
+        batch = pa.record_batch(list(columns.values()), names=list(columns))
         batch = batch.take(pa.array(order))
-    _write(pairs_file(spill_dir, index), dict(zip(batch.schema.names, batch.columns, strict=True)))
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+    _write(path, columns)
 
 
 def write_left_out(spill_dir: Path, index: int, rows: Sequence[LeftOut]) -> None:

@@ -39,7 +39,8 @@ class TableWriter:
         self.rows = 0
         self._schema = schema
         self._rows_per_group = rows_per_group
-        self._order = [pq.SortingColumn(schema.get_field_index(sorted_by))]
+        # A list of messages is several columns of the file: the field's place is not the column's.
+        self._order = pq.SortingColumn.from_ordering(schema, [(sorted_by, "ascending")])
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
         self._temporary = path.with_name(f".{path.name}.tmp")

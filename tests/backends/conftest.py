@@ -158,6 +158,29 @@ def _plain_ppo(batch: Batch, model: Any) -> Tensor:
     return total / _n_tokens(list(batch.rows))
 
 
+def _plain_topr(batch: Batch, kl_coef: float, model: Any) -> Tensor:
+    total = torch.zeros(())
+    for i, row in enumerate(batch.rows):
+        advantage, mu, ref = (
+            batch.columns[name][i] for name in ("advantages", "behavior_logprobs", "ref_logprobs")
+        )
+        logprobs = _logprobs(model, row)
+        ratio = torch.exp((logprobs - mu).sum().detach())
+        weight = torch.where(advantage < 0, ratio.clamp(max=1.0), torch.ones(()))
+        kl = kl_coef * 0.5 * (logprobs - ref) ** 2
+        total = total + (kl - weight * advantage * logprobs).sum()
+    return total / _n_tokens(list(batch.rows))
+
+
+def _plain_dpo(batch: Batch, beta: float, model: Any) -> Tensor:
+    ratios = [
+        (_logprobs(model, row) - ref).sum()
+        for row, ref in zip(batch.rows, batch.columns["ref_logprobs"], strict=True)
+    ]
+    gaps = [beta * (a - b) for a, b in zip(ratios[0::2], ratios[1::2], strict=True)]
+    return torch.stack([torch.log1p(torch.exp(-gap)) for gap in gaps]).mean()
+
+
 def _plain_critic(batch: Batch, model: Any) -> Tensor:
     total = torch.zeros(())
     for i, row in enumerate(batch.rows):
@@ -205,6 +228,18 @@ def _ppo_batch(rows: list[Row], tiny_dir: Path) -> Batch:
     return Batch(rows, columns)
 
 
+def _ratio_batch(rows: list[Row], tiny_dir: Path, group_size: int) -> Batch:
+    """Return rows near, above and below the behaviour policy, with a reference of their own."""
+    ppo = _ppo_batch(rows, tiny_dir)
+    near = ppo.columns["proximal_logprobs"]
+    columns = {
+        "advantages": ppo.columns["advantages"],
+        "behavior_logprobs": near,
+        "ref_logprobs": [x - 0.3 * y for x, y in zip(near, _columns(rows), strict=True)],
+    }
+    return Batch(rows, columns, group_size=group_size)
+
+
 def _teacher(rows: list[Row], tau: float) -> dict[str, list[Tensor]]:
     """Return the four likeliest tokens of a random teacher."""
     top = [(4 * x / tau).log_softmax(-1).topk(4, -1) for x in _columns(rows, 262)]
@@ -215,6 +250,8 @@ def _teacher(rows: list[Row], tau: float) -> dict[str, list[Tensor]]:
 def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
     """One step of each kind by name."""
     from tasks.backends import verl_losses as losses
+    from tasks.backends import verl_policy_losses as policy_losses
+    from tasks.backends.verl_policy_losses import ActorTerms, LikelihoodRule
 
     def spec(kind: Any, lora: LoraConfig | None = None) -> RoleSpec:
         return RoleSpec(ROLE, kind, str(tiny_dir), 5, 4, OPTIMIZER, lora)
@@ -223,6 +260,7 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
     ppo = _ppo_batch(rows, tiny_dir)
     noise = _columns(rows)
     critic = Batch(rows, {"old_values": noise, "returns": [math.pi * x.flip(0) for x in noise]})
+    topr, dpo = (_ratio_batch(rows, tiny_dir, group_size) for group_size in (1, 2))
     teacher = Batch(rows, _teacher(rows, 2.0), scalars={"distillation_use_topk": True})
     return {
         "cloning": Scenario(
@@ -237,13 +275,25 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
         "ppo": Scenario(
             language,
             ppo,
-            partial(losses.policy_loss, ClipRange(0.2, 0.2, 3.0), "token-mean", 0.0),
+            partial(policy_losses.policy_loss, ClipRange(0.2, 0.2, 3.0), ActorTerms()),
             partial(_plain_ppo, ppo),
+        ),
+        "topr": Scenario(
+            language,
+            topr,
+            partial(policy_losses.likelihood_loss, LikelihoodRule("topr"), ActorTerms(kl_coef=0.2)),
+            partial(_plain_topr, topr, 0.2),
+        ),
+        "dpo": Scenario(
+            language,
+            dpo,
+            partial(policy_losses.preference_loss, 0.4, 0.0, ActorTerms()),
+            partial(_plain_dpo, dpo, 0.4),
         ),
         "critic": Scenario(
             value,
             critic,
-            partial(losses.critic_loss, 0.2, "token-mean"),
+            partial(policy_losses.critic_loss, 0.2, "token-mean"),
             partial(_plain_critic, critic),
         ),
         "distillation": Scenario(

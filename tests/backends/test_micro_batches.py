@@ -21,7 +21,7 @@ from tasks.backends.micro_batches import (
     split_units,
 )
 from tasks.backends.roles import Batch, Row
-from tasks.backends.session import to_tensordict
+from tasks.backends.row_batches import to_tensordict
 
 COST = 5
 Lengths = st.lists(st.integers(1, 60), min_size=1, max_size=7)

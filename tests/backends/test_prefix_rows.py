@@ -23,7 +23,7 @@ from tasks.backends.prompt_sharing import (
     MERGEABLE_MODEL_TYPES,
 )
 from tasks.backends.roles import Batch, Row
-from tasks.backends.session import to_tensordict
+from tasks.backends.row_batches import to_tensordict
 from tasks.backends.verl_engine import LanguageEngine, ValueEngine, attention_mask
 from tasks.backends.verl_losses import distillation_loss, top_k_hook
 

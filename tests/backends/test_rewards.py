@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tasks.backends.rewards import (
+    both_sides,
     function_scores,
     function_scores_on_cluster,
     load_reward_function,
@@ -92,14 +93,19 @@ def test_a_function_scores_both_responses(write: Write) -> None:
         "+ 1000 * (extra_info['side'] == 'rejected') + 10000 * (data_source == 'harmless')",
     )
     # "Hello there." has 12 characters, "No." 3, "Yes." 4, "Four." 5.
-    assert function_scores(function, PAIRS).tolist() == [112.0, 1003.0, 10104.0, 11005.0]
+    assert function_scores(function, both_sides(PAIRS)).tolist() == [
+        112.0,
+        1003.0,
+        10104.0,
+        11005.0,
+    ]
 
 
 def test_a_function_sees_prompt_and_pair(write: Write) -> None:
     function = _function(
         write, "return float(extra_info['prompt'] == [{'role': 'user', 'content': 'Hi.'}])"
     )
-    assert function_scores(function, PAIRS).tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert function_scores(function, both_sides(PAIRS)).tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
@@ -134,7 +140,7 @@ def test_unusable_file_is_named(write: Write, code: str, expected: tuple[str, ..
 )
 def test_row_and_value_are_named(write: Write, body: str, expected: str) -> None:
     with pytest.raises(RewardError, match=expected) as caught:
-        function_scores(_function(write, body), PAIRS)
+        function_scores(_function(write, body), both_sides(PAIRS))
     assert "x.jsonl:7" in str(caught.value)
 
 
@@ -150,10 +156,10 @@ def test_a_function_scores_the_same_in_ray_tasks(write: Write, cluster: None) ->
         "    return float(len(solution_str))\n"
     )
     pairs = PAIRS * 3
-    here = function_scores_on_cluster(path, "reward_fn", pairs)
-    there = function_scores_on_cluster(path, "reward_fn", pairs, pairs_per_task=4)
+    here = function_scores_on_cluster(path, "reward_fn", both_sides(pairs))
+    there = function_scores_on_cluster(path, "reward_fn", both_sides(pairs), per_task=8)
     # "Hello there.", "No.", "Yes.", "Four." three times.
     assert here.tolist() == there.tolist() == [12.0, 3.0, 4.0, 5.0] * 3
     broken = [*pairs, replace(PAIRS[0], subset="broken", source_line=77)]
     with pytest.raises(RewardError, match=r"x\.jsonl:77 returned nan"):
-        function_scores_on_cluster(path, "reward_fn", broken, pairs_per_task=4)
+        function_scores_on_cluster(path, "reward_fn", both_sides(broken), per_task=8)

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from tasks.backends.roles import Batch, HostSpec, Row
-from tasks.backends.session import plan_calls, reduce_metrics, to_tensordict
+from tasks.backends.row_batches import plan_calls, reduce_metrics, to_tensordict
 from tasks.config import RuntimeConfig
 
 ROWS = [Row((1, 2), (3, 4, 5)), Row((6,), (7,))]

@@ -39,13 +39,17 @@ ROWS = [_row(i, *sizes) for i, sizes in enumerate(SIZES)]
 def _batches() -> dict[str, tuple[str, Batch, Any]]:
     """Return a role's kind, a batch of prompts with one to three responses, and a loss, by name."""
     from tasks.backends import verl_losses as losses
+    from tasks.backends import verl_policy_losses as policy_losses
+    from tasks.backends.verl_policy_losses import ActorTerms
 
     generator = torch.Generator().manual_seed(6)
     noise = [torch.randn(len(row.response_ids), generator=generator) for row in ROWS]
     critic = Batch(ROWS, {"old_values": noise, "returns": [3.0 * x.flip(0) for x in noise]})
     ppo = {"proximal_logprobs": [x - 5.0 for x in noise], "advantages": noise}
     columns = ppo | {"weights": [x.abs() for x in noise]}
-    clip = partial(losses.policy_loss, ClipRange(0.2, 0.2, 3.0), "token-mean", 0.1)
+    clip = partial(
+        policy_losses.policy_loss, ClipRange(0.2, 0.2, 3.0), ActorTerms(entropy_coef=0.1)
+    )
     return {
         "cloning": ("language_model", Batch(ROWS), losses.cloning_loss),
         "ppo": (
@@ -53,7 +57,7 @@ def _batches() -> dict[str, tuple[str, Batch, Any]]:
             Batch(ROWS, columns, scalars={"calculate_entropy": True}),
             clip,
         ),
-        "critic": ("value_model", critic, partial(losses.critic_loss, 0.2, "token-mean")),
+        "critic": ("value_model", critic, partial(policy_losses.critic_loss, 0.2, "token-mean")),
     }
 
 

@@ -23,7 +23,7 @@ from tasks.models.loading import load_causal_lm, load_reward_model, load_student
 pytestmark = pytest.mark.slow
 
 ROLE = "model"
-KINDS = ["cloning", "bradley-terry", "ppo", "critic", "distillation"]
+KINDS = ["cloning", "bradley-terry", "ppo", "topr", "dpo", "critic", "distillation"]
 Open = Callable[..., Any]
 FirstStep = Callable[..., dict[str, float]]
 

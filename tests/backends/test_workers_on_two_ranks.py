@@ -17,7 +17,7 @@ from tasks.errors import ConfigError, TrainingError
 pytestmark = pytest.mark.slow
 
 ROLE = "model"
-KINDS = ["cloning", "bradley-terry", "ppo", "critic", "distillation"]
+KINDS = ["cloning", "bradley-terry", "ppo", "topr", "dpo", "critic", "distillation"]
 Open = Callable[..., Any]
 Metrics = dict[str, float]
 

@@ -10,8 +10,9 @@ with a regular expression and do nothing else, and `to_parquet`: one keeps the p
 project does, the other turns both transcripts into messages.
 
 The clock of a side runs in a process of its own, from the call to the finished file, without the
-imports. Memory is the sum over all processes of a side of what is resident, sampled every 20 ms;
-pages that processes share count for each of them.
+imports. Beside it is what all processes of the side computed, which other programs disturb less.
+Memory is the sum over all processes of a side of what is resident, sampled every 20 ms; pages that
+processes share count for each of them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import gzip
 import json
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -65,7 +67,7 @@ def write_copies(data: Path, target: Path, n_pairs: int) -> None:
             output.write(json.dumps(row).encode() + b"\n")
 
 
-class _NoLog:
+class NoLog:
     """A run without MLflow."""
 
     def metrics(self, values: Any, step: int) -> None: ...
@@ -95,7 +97,7 @@ def run_stage(source: Path, scratch: Path, workers: int) -> Callable[[], int]:
         checkpoint_dir=scratch / "checkpoints",
         artifacts_dir=scratch / "data",
         draft=Draft("preference_dataset", "ingest", fingerprint, config={}),
-        log=_NoLog(),
+        log=NoLog(),
     )
     file = InputFile(str(source), source.name, "bench", "bench")
     return lambda: ingest_pairs(ctx, IngestConfig(workers=workers), [file]).manifest.counts["rows"]
@@ -148,9 +150,16 @@ SIDES: Final[dict[str, Callable[[Path, Path, int], Callable[[], int]]]] = {
 
 def _serve_side(name: str, source: Path, scratch: Path, workers: int) -> None:
     call = SIDES[name](source, scratch, workers)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), _cpu_seconds()
     rows = call()
-    print(json.dumps({"seconds": time.perf_counter() - start, "rows": rows}))
+    taken = {"seconds": time.perf_counter() - start, "cpu_seconds": _cpu_seconds() - cpu}
+    print(json.dumps(taken | {"rows": rows}))
+
+
+def _cpu_seconds() -> float:
+    """Return what this process and those that it has waited for have computed."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def measure(name: str, source: Path, workers: int) -> dict[str, float]:
@@ -214,7 +223,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def _print_results(console: Console, runs: dict[str, list[dict[str, float]]]) -> None:
-    table = Table("side", "s, median", "min - max", "pairs/s", "time", "peak MiB")
+    table = Table("side", "s, median", "min - max", "pairs/s", "time", "CPU s", "peak MiB")
     medians = {name: statistics.median(r["seconds"] for r in found) for name, found in runs.items()}
     for name, found in runs.items():
         seconds = [run["seconds"] for run in found]
@@ -224,6 +233,7 @@ def _print_results(console: Console, runs: dict[str, list[dict[str, float]]]) ->
             f"{min(seconds):.2f} - {max(seconds):.2f}",
             f"{found[0]['rows'] / medians[name]:,.0f}",
             f"{medians[name] / medians['rlhf-flows']:.2f} x",
+            f"{statistics.median(run['cpu_seconds'] for run in found):.2f}",
             f"{max(run['peak_bytes'] for run in found) / 2**20:.0f}",
         )
     console.print(table)

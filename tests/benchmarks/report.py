@@ -21,6 +21,7 @@ class Block:
         loss: mean over the steps, as the side reports it.
         computed_tokens: positions that the model was run on.
         padded_tokens: those of them that hold no token.
+        parts: seconds of what the pass consists of, where it is told.
     """
 
     seconds: float
@@ -28,6 +29,7 @@ class Block:
     loss: float
     computed_tokens: int
     padded_tokens: int
+    parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -43,7 +43,8 @@ from tasks.algorithms.reward_losses import PairRegularization
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.backends.cluster import cluster_session
 from tasks.backends.roles import Batch, RoleSpec, Row
-from tasks.backends.session import Session, open_session, to_tensordict
+from tasks.backends.row_batches import to_tensordict
+from tasks.backends.session import Session, open_session
 from tasks.config import OptimizerConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
@@ -100,7 +101,7 @@ def run_case(settings: Settings, model: str, dtype: Dtype, n_pairs: int) -> Case
         n_pairs: pairs of a pass; rounded down to whole batches.
     """
     raw = read_pairs(settings.data)
-    model_dir = _model_dir(settings, model, raw)
+    model_dir = find_model(settings, model, raw)
     renderer = Renderer.load(model_dir, RENDERING)
     rendered, _ = render_pairs(raw, renderer)
     pairs = choose_pairs(rendered, settings, n_pairs)
@@ -147,7 +148,8 @@ def count_multiplied(model_dir: Path) -> int:
     )
 
 
-def _model_dir(settings: Settings, model: str, pairs: Sequence[Pair]) -> Path:
+def find_model(settings: Settings, model: str, pairs: Sequence[Pair]) -> Path:
+    """Return the directory of a model; the tiny one is made, with a vocabulary of these prompts."""
     if model != TINY:
         source = f"package:{model}" if model == SMOLLM2 else model
         cache_dir = Workspace.from_environment().cache_dir
@@ -167,7 +169,9 @@ def open_sides(
 ) -> Iterator[dict[str, Pass]]:
     """Start both processes, and end them; yields this project's side first."""
     runtime = RuntimeConfig(device="cpu", dtype=dtype, cpu_threads=settings.threads)
-    with cluster_session(), _open_peer(settings, model_dir, dtype, pairs) as peer:
+    peer_pairs = [_peer_pair(pair) for pair in pairs]
+    peer_process = open_peer(settings, "reward", model_dir, dtype, peer_pairs)
+    with cluster_session(), peer_process as peer:
         own = OwnSide(runtime, model_dir, pairs, settings.batch_pairs)
         yield {
             OWN: own.run,
@@ -194,7 +198,7 @@ class OwnSide:
         self.session.set_loss(_ROLE, partial(pairwise_loss, PairRegularization()))
         lengths = [pair.longest_row_tokens for pair in pairs]
         self.sampler = LengthGroupedSampler(lengths, batch_size=batch, seed=SEED)
-        self.limit = _merge_limit(model_dir, runtime)
+        self.limit = merge_limit(model_dir, runtime)
 
     def run(self, steps: int) -> Block:
         """Take this many steps, from the beginning of an epoch."""
@@ -213,17 +217,21 @@ class OwnSide:
         seconds = time.perf_counter() - start
         if self.sampler.position:  # the warm-up step is not part of a pass
             self.sampler.reset()
-        computed, padded = (sum(column) for column in zip(*map(self._count, batches), strict=True))
+        computed, padded = count_positions(batches, self.runtime, self.limit)
         return Block(seconds, steps, sum(losses) / len(losses), computed, padded)
 
-    def _count(self, batch: Batch) -> tuple[int, int]:
-        """Cut a batch into micro-batches as the worker does; return its positions and how many of
-        them are padding."""
-        from tasks.backends.micro_batches import layout_of, make_micro_batches
 
-        flags = {"max_token_len_per_gpu": self.runtime.tokens_per_micro_batch}
-        parts, _ = make_micro_batches(to_tensordict(batch, flags), self.limit, None)
-        computed = padded = 0
+def count_positions(
+    batches: Sequence[Batch], runtime: RuntimeConfig, limit: MergeLimit | None
+) -> tuple[int, int]:
+    """Cut batches into micro-batches as the worker does; return their positions and how many of
+    them are padding."""
+    from tasks.backends.micro_batches import layout_of, make_micro_batches
+
+    flags = {"max_token_len_per_gpu": runtime.tokens_per_micro_batch}
+    computed = padded = 0
+    for batch in batches:
+        parts, _ = make_micro_batches(to_tensordict(batch, flags), limit, None)
         for part in parts:
             layout, lengths = layout_of(part), part["input_ids"].offsets().diff()
             if layout is None:
@@ -232,10 +240,10 @@ class OwnSide:
             else:
                 computed += layout.segments.numel()
                 padded += int((layout.segments == PADDING).sum())
-        return computed, padded
+    return computed, padded
 
 
-def _merge_limit(model_dir: Path, runtime: RuntimeConfig) -> MergeLimit | None:
+def merge_limit(model_dir: Path, runtime: RuntimeConfig) -> MergeLimit | None:
     """Return how far the worker merges rows that share a prompt, or None where it does not."""
     from transformers import AutoConfig
 
@@ -256,10 +264,14 @@ class Peer:
 
     def run(self, sampling: str, steps: int) -> Block:
         """Take this many steps."""
+        return Block(**self.ask({"sampling": sampling, "max_steps": steps}))
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Say what to do and wait until it is done."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"sampling": sampling, "max_steps": steps}) + "\n")
+        self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return Block(**self.answer())
+        return self.answer()
 
     def answer(self) -> dict[str, Any]:
         """Wait for the next line."""
@@ -272,17 +284,27 @@ class Peer:
 
 
 @contextmanager
-def _open_peer(
-    settings: Settings, model_dir: Path, dtype: Dtype, pairs: Sequence[RenderedPair]
+def open_peer(
+    settings: Settings,
+    trainer: Literal["reward", "dpo"],
+    model_dir: Path,
+    dtype: Dtype,
+    pairs: Sequence[dict[str, Any]],
 ) -> Iterator[Peer]:
+    """Start TRL's process with one of its trainers, and end it.
+
+    Args:
+        pairs: as the trainer takes them, and their ``length``.
+    """
     job = {
+        "trainer": trainer,
         "model_dir": str(model_dir),
         "dtype": dtype,
         "threads": settings.threads,
         "batch_pairs": settings.batch_pairs,
         "learning_rate": LEARNING_RATE,
         "seed": SEED,
-        "pairs": [_peer_pair(pair) for pair in pairs],
+        "pairs": list(pairs),
     }
     file, log = settings.scratch / "trl.json", settings.scratch / "trl.log"
     file.write_text(json.dumps(job))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -14,6 +15,8 @@ from tasks.data.hh import Message, Pair
 from tasks.data.pairs import pair_to_row
 from tasks.data.schemas import PAIR_SCHEMA, to_table
 from tasks.data.summary import Summary, quantile
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def pair_of(number: int, chosen: str, rejected: str) -> Pair:
@@ -80,7 +83,13 @@ def test_card_without_quarantine_says_so(summary: Summary) -> None:
 
 def test_plots_are_the_same_for_the_same_data(summary: Summary, tmp_path: Path) -> None:
     first = [path.read_bytes() for path in draw_plots(summary, tmp_path)]
-    assert [data[:4] for data in first] == [b"\x89PNG"] * 2
+    lengths, rows = (ElementTree.fromstring(data) for data in first)
+    named = [{text.text for text in image.iter(f"{SVG}text")} for image in (lengths, rows)]
+    assert {"prompt", "chosen", "rejected", "characters"} <= named[0]
+    assert {"demo", "train", "validation", "test", "Nothing quarantined"} <= named[1]
+    # Two pairs in train, one in validation, none in test: the bar's parts are as 2 to 1 to 0.
+    widths = [float(box.attrib["width"]) for box in rows.iter(f"{SVG}rect")][1:4]
+    assert widths[0] == pytest.approx(2 * widths[1], abs=0.2) and widths[2] == 0
     assert [path.read_bytes() for path in draw_plots(summary, tmp_path)] == first
 
 

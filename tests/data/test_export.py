@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,14 +67,86 @@ def test_trl_takes_a_conversational_preference_dataset(
     assert row["rejected"] == [{"role": "assistant", "content": "bad"}]
 
 
+TRL_LOADERS = """
+import json, sys
+import torch
+from datasets import load_dataset
+from transformers import (AutoTokenizer, LlamaConfig, LlamaForCausalLM,
+                          LlamaForSequenceClassification)
+from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
+from trl.data_utils import is_conversational, maybe_extract_prompt
+
+exported, tokenizer_dir, scratch = sys.argv[1:]
+loaded = load_dataset(exported, cache_dir=scratch + "/cache")
+first = loaded["train"][0]
+assert is_conversational(first)
+# The prompt stands apart already, so that TRL leaves the row as it is.
+assert maybe_extract_prompt(first) == first
+tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+sizes = {"vocab_size": len(tokenizer), "hidden_size": 8, "intermediate_size": 8,
+         "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 256}
+config = LlamaConfig(**sizes, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+common = {"output_dir": scratch + "/out", "report_to": "none", "use_cpu": True, "bf16": False,
+          "max_steps": 1, "per_device_train_batch_size": 2, "disable_tqdm": True}
+LlamaForCausalLM(config).save_pretrained(scratch + "/policy")
+found = {}
+for name, kind, options, model in (
+    ("reward", RewardTrainer, RewardConfig, LlamaForSequenceClassification(config)),
+    ("dpo", DPOTrainer, DPOConfig, scratch + "/policy"),
+):
+    trainer = kind(model=model, args=options(**common), processing_class=tokenizer,
+                   train_dataset=loaded["train"], eval_dataset=loaded["test"])
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.train().training_loss
+    texts = tokenizer.batch_decode(batch["input_ids"])
+    found[name] = {"rows": [len(trainer.train_dataset), len(trainer.eval_dataset)],
+                   "loss": loss, "texts": texts}
+print(json.dumps(found))
+"""
+
+
+def _bench_python() -> Path:
+    """Return the Python of the environment that has TRL, which `make bench` makes."""
+    root = Path(__file__).resolve().parents[2]
+    path = Path(os.environ.get("RLHF_BENCH_PYTHON", root / ".venv" / "bench" / "bin" / "python"))
+    if not path.exists():
+        pytest.skip(f"{path} is not there: TRL is in an environment that `make bench` makes")
+    return path
+
+
+@pytest.mark.slow
+def test_trl_trains_on_what_is_exported(
+    dataset: PreferenceDataset, tmp_path: Path, model_dir: Path
+) -> None:
+    """TRL's own trainers load, tokenize and take a step; nothing is renamed on the way."""
+    export_dataset(dataset, "trl", tmp_path / "out")
+    command = [str(_bench_python()), "-c", TRL_LOADERS]
+    command += [str(tmp_path / "out"), str(model_dir), str(tmp_path)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = dataset.manifest.counts
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name in ("reward", "dpo"):
+        assert found[name]["rows"] == [counts["train"], counts["test"]]
+        # A model that knows nothing prefers nothing: ln 2 = 0.693, its noise aside.
+        assert found[name]["loss"] == pytest.approx(0.693, abs=0.05)
+        texts = found[name]["texts"]
+        # Two pairs: their chosen sides, then their rejected ones.
+        assert ["good" in text for text in texts] == [True, True, False, False]
+        assert ["bad" in text for text in texts] == [False, False, True, True]
+        assert all("question" in text and "so?" in text for text in texts)
+
+
 @pytest.mark.slow
 def test_verl_loads_each_table_with_its_own_classes(
     dataset: PreferenceDataset, tmp_path: Path, model_dir: Path
 ) -> None:
     from omegaconf import OmegaConf
+    from torch.utils.data import DataLoader
     from transformers import AutoTokenizer
     from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
     from verl.utils.dataset.rm_dataset import RMDataset
 
     written = export_dataset(dataset, "verl", tmp_path / "out")
@@ -96,6 +170,13 @@ def test_verl_loads_each_table_with_its_own_classes(
     supervised = MultiTurnSFTDataset(train["sft"], tokenizer, OmegaConf.create({}))
     assert len(supervised) == n_rows
     assert int(supervised[0]["loss_mask"].sum()) > 0
+    # Every row, as verl's own loop takes them.
+    loader = DataLoader(prompts, batch_size=8, collate_fn=collate_fn)
+    truths = [rule["ground_truth"] for batch in loader for rule in batch["reward_model"]]
+    assert truths == ["good"] * n_rows
+    shapes = {tuple(pairs[index]["input_ids"].shape) for index in range(n_rows)}
+    assert shapes == {(2, 256)}
+    assert all(int(supervised[index]["loss_mask"].sum()) > 0 for index in range(n_rows))
 
 
 def test_exports_appear_whole_or_not_at_all(

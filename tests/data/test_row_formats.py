@@ -83,6 +83,32 @@ def test_responses_that_repeat_their_prompt_are_cut() -> None:
     assert read(ROWS["hh"] | {"prompt": f"{H}q{A}"}).contents == ["q"]
 
 
+def test_a_prompt_apart_must_be_the_one_that_the_responses_begin_with() -> None:
+    head = f"{H}q{A}a{H}r{A}"
+    whole = {"chosen": f"{head}yes", "rejected": f"{head}no"}
+    turns = [user("q"), answer("a"), user("r")]
+    lists = {side: [*turns, answer(side)] for side in SIDES}
+    # The whole prompt, its first or last turns, or nothing at all.
+    for prompt in (head, turns, turns[:1], turns[1:], "q", " r ", f"{H}q{A}", None, "", []):
+        for row in (whole, lists):
+            assert read({"prompt": prompt, **row}).contents == ["q", "a", "r"]
+    for prompt in ("other", "a", f"{H}r{A}x", [user("r"), answer("a")], [*turns[:2], user("x")]):
+        for row in (whole, lists):
+            assert refused({"prompt": prompt, **row}) == "prompt_mismatch"
+            kept = read({"prompt": prompt, **row}, prompt_mismatch="keep")
+            assert kept.contents == ["q", "a", "r"]
+    assert refused({"prompt": 3, **whole}) == "wrong_type"
+    with_system = [{"role": "system", "content": "be kind"}, user("q")]
+    row = {side: [*with_system, answer(side)] for side in SIDES}
+    assert read({"prompt": "q", **row}).contents == ["be kind", "q"]
+
+
+def test_an_empty_prompt_can_be_kept() -> None:
+    judge = Judge({**default_actions(), "empty_prompt": "keep"})
+    row = read_row({"prompt": "", "chosen": "a", "rejected": "b"}, "auto", judge)
+    assert (row.contents, judge.flags) == ([""], ["empty_prompt"])
+
+
 def test_verl_rows_name_their_subset_and_may_bring_the_rejected_response() -> None:
     row = ROWS["verl"]
     assert read(row).subset == "helpful"
@@ -117,6 +143,12 @@ def test_scores_orient_ties_drop_and_contradictions_are_found() -> None:
         ({"prompt": "q", "chosen": [user("x")], "rejected": "b"}, "last_turn_not_assistant"),
         ({"prompt": "q", "chosen": " ", "rejected": "b"}, "empty_response"),
         ({"prompt": "q", "chosen": "b", "rejected": "b "}, "identical_pair"),
+        ({"prompt": " ", "chosen": "a", "rejected": "b"}, "empty_prompt"),
+        ({"prompt": [user("q"), answer("a"), user("")], "chosen": "a", "rejected": "b"},
+         "empty_prompt"),
+        ({"chosen": f"{H}{A}a", "rejected": f"{H}{A}b"}, "empty_prompt"),
+        ({"chosen": f"{H}q{A}a{H} \u3000{A}b", "rejected": f"{H}q{A}a{H} \u3000{A}c"},
+         "empty_prompt"),
         ({"prompt": "q", "chosen": {"a": 1}, "rejected": "b"}, "wrong_type"),
         ({"chosen": [], "rejected": []}, "no_turns"),
         ({"chosen": [user("q")], "rejected": [user("q")]}, "last_turn_not_assistant"),

@@ -16,7 +16,7 @@ from flows.cli import app
 from flows.ingest import ingest
 from flows.options import RunOptions
 from flows.raw_sources import raw_sources, result_fields
-from tasks.artifacts import PreferenceDataset, load_artifact
+from tasks.artifacts import PreferenceDataset, fingerprint, load_artifact
 from tasks.config import IngestConfig, SourceConfig
 from tasks.lineage import lineage_tree
 from tasks.workspace import Workspace
@@ -45,6 +45,25 @@ def test_moved_directory_keeps_the_identity(tmp_path: Path, workspace: Workspace
     assert found[0] == found[1]
     (tmp_path / "b" / "hh" / "helpful-base" / "train.jsonl").write_text("{}\n")
     assert raw_sources(cfg, workspace)["source"].fingerprint != found[1][1]
+
+
+def test_the_name_of_a_lone_file_counts_where_it_says_the_split(
+    tmp_path: Path, workspace: Workspace
+) -> None:
+    found = {}
+    for assign in ("hash", "file"):
+        for name in ("train", "test", "train-2"):
+            path = tmp_path / "d" / f"{name}.jsonl"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("{}\n")
+            cfg = IngestConfig.model_validate({"source": str(path), "splits": {"assign": assign}})
+            source = raw_sources(cfg, workspace)["source"]
+            found[assign, name] = fingerprint(
+                "ingest", 1, result_fields(cfg), {"source": source.fingerprint}
+            )
+    assert found["hash", "train"] == found["hash", "test"]
+    assert found["file", "train"] != found["file", "test"]
+    assert found["file", "train"] == found["file", "train-2"]
 
 
 def test_number_of_processes_is_no_part_of_the_identity() -> None:
@@ -82,7 +101,7 @@ def _check_mlflow(tracker: Any, run_id: str, dataset: PreferenceDataset) -> None
     names = {info.path for info in client.list_artifacts(run_id)}
     assert {"card.md", "artifact.json", "card"} <= names
     plots = {info.path for info in client.list_artifacts(run_id, "card")}
-    assert plots == {"card/lengths.png", "card/rows.png"}
+    assert plots == {"card/lengths.svg", "card/rows.svg"}
     inputs = {
         entry.dataset.name: entry.dataset for entry in client.get_run(run_id).inputs.dataset_inputs
     }

@@ -1,0 +1,141 @@
+"""What optimizer steps see: prompts drawn from the fixed dataset, and what a snapshot says of them.
+
+A window is the batches between two snapshots. At its start the current policy becomes the proximal
+one: its log-probabilities of all responses of the window are computed once, which is all that a
+snapshot is needed for, so no second copy of the model exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tasks.algorithms.sampler_places import Draw
+from tasks.backends.roles import Row
+from tasks.backends.session import Session
+from tasks.backends.trajectories import Trajectories, mask_of, pad
+from tasks.config import OfflinePPOConfig
+from tasks.errors import DataError
+
+ACTOR = "actor"
+CRITIC = "critic"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What the sampler chose for one step.
+
+    Args:
+        rows: indices of B rows of the dataset, whole prompts.
+        corrections: factor of each row that undoes the preference with which it was drawn.
+    """
+
+    rows: list[int]
+    corrections: list[float]
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """What one optimizer step sees; (B, T) tensors over response tokens.
+
+    Args:
+        indices: of the rows in the dataset.
+        corrections: (B,) factors of a prioritised draw.
+        rows: prompts and responses.
+        mask: True = a real response token.
+        proximal_logprobs: of the snapshot, or of the reference where no snapshot is needed.
+        values: of the critic, where there is one.
+    """
+
+    indices: Sequence[int]
+    corrections: Tensor
+    rows: Sequence[Row]
+    mask: Tensor
+    proximal_logprobs: Tensor
+    values: Tensor | None
+
+
+@dataclass(frozen=True)
+class BatchSource:
+    """Builds the batches of a window.
+
+    Args:
+        session: holds the actor, and the critic where advantages need one.
+        cfg: the stage's config.
+        data: the fixed dataset.
+    """
+
+    session: Session
+    cfg: OfflinePPOConfig
+    data: Trajectories
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether advantages are estimated with a value function."""
+        return self.cfg.policy_loss != "dpo" and self.cfg.advantage.estimator == "gae"
+
+    @property
+    def needs_snapshot(self) -> bool:
+        """Whether the policy's own log-probabilities enter a step before it is taken."""
+        if self.cfg.policy_loss == "ppo":
+            return self.cfg.reanchor_steps > 0
+        return self.cfg.policy_loss != "dpo" and self.cfg.reward.kl_coef > 0.0
+
+    def rows_of(self, draw: Draw) -> Drawn:
+        """Return the rows of a step over these prompts."""
+        rows: list[int] = []
+        corrections: list[float] = []
+        for prompt, correction in zip(draw.indices, draw.corrections, strict=True):
+            members = self.data.groups[prompt]
+            if self.cfg.policy_loss == "dpo":
+                members = [i for i in members if i < self.data.n_stored]
+            rows += members
+            corrections += [correction] * len(members)
+        return Drawn(rows, corrections)
+
+    def n_trained(self, batch: Minibatch) -> int:
+        """Return how many of a step's rows are trained on.
+
+        Ranks take equal shares, and prompts with more responses than usual may leave a remainder,
+        which baselines still count.
+
+        Raises:
+            DataError: too few rows for the ranks.
+        """
+        unit = self.session.host.ranks * (2 if self.cfg.policy_loss == "dpo" else 1)
+        count = len(batch.rows) - len(batch.rows) % unit
+        if not count:
+            raise DataError(
+                f"A step of {len(batch.rows)} rows",
+                f"at least {unit} for {self.session.host.ranks} ranks",
+                "raise offline_ppo.batch_prompts",
+            )
+        return count
+
+    def window(self, steps: Sequence[Drawn]) -> list[Minibatch]:
+        """Compute what the snapshot says of the rows of several steps."""
+        drawn = [step.rows for step in steps]
+        rows = [self.data.rows[i] for indices in drawn for i in indices]
+        if self.needs_snapshot:
+            proximal: Sequence[Tensor] = self.session.logprobs(ACTOR, rows)
+        else:
+            proximal = [self.data.ref_logprobs[i] for indices in drawn for i in indices]
+        values = self.session.values(CRITIC, rows) if self.uses_critic else None
+        batches, start = [], 0
+        for step, indices in zip(steps, drawn, strict=True):
+            span = slice(start, start + len(indices))
+            start += len(indices)
+            batches.append(
+                Minibatch(
+                    indices,
+                    torch.tensor(step.corrections),
+                    rows[span],
+                    mask_of(rows[span]),
+                    pad(proximal[span]),
+                    None if values is None else pad(values[span]).float(),
+                )
+            )
+        return batches
