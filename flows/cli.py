@@ -70,7 +70,10 @@ def _root(
 @app.command("run")
 def run_command(
     config: Annotated[
-        str, typer.Argument(metavar="[CONFIG]", help="YAML file, or demo, hh_cpu, hh_gpu.")
+        str,
+        typer.Argument(
+            metavar="[CONFIG]", help="YAML file, or demo, demo_ablation, hh_cpu, hh_gpu."
+        ),
     ] = "demo",
     override: Overrides = None,
     from_stage: Annotated[
@@ -90,11 +93,13 @@ def run_command(
 ) -> None:
     """Run the chain: ingest, sft, reward_model, offline_ppo, distill, evaluate.
 
+    With a section `ablation`, compare methods of offline_ppo instead.
+
     Finished stages with the same config, inputs and code are reused. A killed run continues from
     its last checkpoint when the same command is given again. No server is needed.
     """
     from flows.command import RunRequest, run
-    from flows.console import print_places, print_result
+    from flows.console import print_ablation, print_places, print_result
 
     with _reported(debug):
         cfg = load_config(find_config(config), override or [])
@@ -109,7 +114,10 @@ def run_command(
         prefect_url = os.environ.get("PREFECT_API_URL")
         monitor = run(request)
         console = Console()
-        print_result(console, monitor)
+        if cfg.ablation is None:
+            print_result(console, monitor)
+        else:
+            print_ablation(console, Workspace.from_environment(), monitor)
         print_places(console, Workspace.from_environment(), cfg.tracking, prefect_url)
 
 

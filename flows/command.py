@@ -1,4 +1,4 @@
-"""What `rlhf run` does: check, start a Prefect server, run the chain or one stage."""
+"""What `rlhf run` does: check, start a Prefect server, run the chain, one stage or an ablation."""
 
 from __future__ import annotations
 
@@ -37,13 +37,19 @@ class RunRequest:
 
 
 def run(request: RunRequest) -> RunMonitor:
-    """Run the chain, or one stage; return what was done.
+    """Run the chain, one stage or an ablation; return what was done.
 
     Raises:
         RlhfError: an input that cannot be used, before any work; or what a stage raised.
     """
     if request.only is not None and request.rerun_from is not None:
         raise ConfigError("--only and --from were both given", "one of them", "remove one")
+    if request.cfg.ablation is not None and (request.only or request.rerun_from):
+        raise ConfigError(
+            f"{'--only' if request.only else '--from'} was given with a config that has `ablation`",
+            "neither --only nor --from: an ablation runs the stages that it needs",
+            "leave it out; what is finished is reused",
+        )
     workspace = Workspace.from_environment()
     workspace.prepare()
     prepare_environment(workspace, is_debug=request.is_debug)
@@ -65,7 +71,12 @@ def _check(request: RunRequest, workspace: Workspace, monitor: RunMonitor) -> No
     tracker = connect(request.cfg.tracking, workspace)
     stages = STAGES if request.only is None else (request.only,)
     try:
-        check_inputs(request.cfg, stages)
+        if request.cfg.ablation is None:
+            check_inputs(request.cfg, stages)
+        else:
+            from flows.ablation_plan import check_ablation
+
+            check_ablation(request.cfg)
         monitor.inputs_checked = True
     except RlhfError as error:
         _record_refusal(request, tracker, error)
@@ -74,10 +85,12 @@ def _check(request: RunRequest, workspace: Workspace, monitor: RunMonitor) -> No
 
 def _record_refusal(request: RunRequest, tracker: Tracker, error: RlhfError) -> None:
     """Leave a FAILED run in MLflow, so that a nightly run that never started is seen there too."""
+    from flows.ablation_plan import ABLATION
     from tasks.tracking import PIPELINE
 
     config = request.cfg.model_dump(mode="json")
-    tags = {"stage": request.only or PIPELINE}
+    whole = PIPELINE if request.cfg.ablation is None else ABLATION
+    tags = {"stage": request.only or whole}
     run_id = tracker.start_run(request.cfg.name, tags, config)
     tracker.finish(run_id, "FAILED", failure=str(error))
 
@@ -85,6 +98,10 @@ def _record_refusal(request: RunRequest, tracker: Tracker, error: RlhfError) -> 
 def _flow_call(request: RunRequest) -> Callable[[], str]:
     """Import the flow, which imports Prefect, and return the call."""
     cfg = request.cfg
+    if cfg.ablation is not None:
+        from flows.ablation import rlhf_ablation
+
+        return lambda: rlhf_ablation(cfg)
     if request.only is None:
         from flows.rlhf_pipeline import rlhf_pipeline
 

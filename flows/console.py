@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Mapping
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,36 @@ def print_result(console: Console, monitor: RunMonitor) -> None:
     elif reused:
         console.print(f"Reused: {', '.join(reused)}.")
     print_demo(console, outcomes)
+    print_cost(console, monitor)
+
+
+def print_ablation(console: Console, workspace: Workspace, monitor: RunMonitor) -> None:
+    """Print a row per method, what is measured, and where the files are."""
+    # matplotlib comes with the page, and a chain needs neither.
+    from flows.ablation_plan import result_dir
+    from tasks.data.ablation_page import read_ablation, result_rows
+
+    directory = result_dir(workspace)
+    report = read_ablation(directory)
+    rows = result_rows(report)
+    figures = list(rows[0])[:4]
+    table = Table(title="rlhf ablation", title_justify="left", box=SIMPLE)
+    for name in figures:
+        table.add_column(name, no_wrap=True)
+    table.add_column("chosen setting", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[name] for name in figures), row["chosen setting"])
+    console.print(table)
+    console.print(f"Measured: {report.judge}, mean +- standard error over seeds.")
+    failures = sum(len(method.failures) for method in report.methods)
+    if failures:
+        console.print(f"{failures} runs failed; ablation.md says why.", style="red")
+    console.print(f"Files: {directory}", highlight=False, soft_wrap=True, markup=False)
+    print_cost(console, monitor)
+
+
+def print_cost(console: Console, monitor: RunMonitor) -> None:
+    """Print time and memory."""
     gib = monitor.peak_rss_bytes / 2**30
     console.print(f"{monitor.wall_seconds:.0f} s in all, {gib:.1f} GiB of memory at the peak.")
 

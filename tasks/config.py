@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from tasks.config_ablation import AblationConfig, MethodConfig
 from tasks.config_evaluate import (
     AnswersConfig,
     EndpointConfig,
@@ -68,6 +69,7 @@ from tasks.config_shared import (
 
 __all__ = [
     "STAGES",
+    "AblationConfig",
     "AdvantageConfig",
     "AnswersConfig",
     "BehaviorConfig",
@@ -86,6 +88,7 @@ __all__ = [
     "LabelNoiseConfig",
     "LengthLimitsConfig",
     "LoraConfig",
+    "MethodConfig",
     "ModelConfig",
     "OfflinePPOConfig",
     "OptimizerConfig",
@@ -208,17 +211,30 @@ class PipelineConfig(Section):
     offline_ppo: OfflinePPOConfig = OfflinePPOConfig()
     distill: DistillConfig = DistillConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    ablation: AblationConfig | None = Field(
+        None, description="Compare methods of offline_ppo instead of running the chain."
+    )
 
     @model_validator(mode="after")
     def _check_components(self) -> Self:
         known = {f"reward_model.{name}" for name in self.reward_model.components}
-        wanted = {n for n in self.offline_ppo.reward.components if n.startswith("reward_model.")}
-        if wanted - known:
-            raise ValueError(
-                f"offline_ppo.reward.components names {sorted(wanted - known)}, but "
-                f"reward_model.components makes {sorted(known)}"
-            )
+        for where, section in self._policies().items():
+            wanted = {n for n in section.reward.components if n.startswith("reward_model.")}
+            if wanted - known:
+                raise ValueError(
+                    f"{where}.reward.components names {sorted(wanted - known)}, but "
+                    f"reward_model.components makes {sorted(known)}"
+                )
         return self
+
+    def _policies(self) -> dict[str, OfflinePPOConfig]:
+        """Return every config of stage offline_ppo that may run, by where it comes from."""
+        if self.ablation is None:
+            return {"offline_ppo": self.offline_ppo}
+        return {
+            f"ablation method {name!r}: offline_ppo": section
+            for (name, _), section in self.ablation.resolve(self.offline_ppo).items()
+        }
 
 
 def identity_fields(section: BaseModel) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from tasks.config import STAGES, PipelineConfig, Stage
 from tasks.errors import ConfigError, MissingInputError
 
 SHARED_KEYS = ("seed", "runtime", "rendering")
+EXTENDS = "extends"
 PACKAGED_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 _MAX_PROBLEMS = 8
 _UNION_MEMBER = re.compile(r"(int|float|str|bool)$|(literal|tuple|function-\w+)\[|[A-Z]\w*Config$")
 
 Tree = dict[str, Any]
 Location = tuple[str | int, ...]
+Places = dict[Location, str]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -72,20 +74,22 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> PipelineConfig:
     """Read a YAML file, apply overrides, hand the shared sections to the stages, validate.
 
     Args:
-        path: YAML file; an empty one gives the defaults.
+        path: YAML file; an empty one gives the defaults. With ``extends`` it is laid over another
+            one, key by key.
         overrides: ``section.key=value`` with a YAML value; later ones win.
 
     Raises:
         MissingInputError: no such file.
-        ConfigError: not YAML, an unknown key, a wrong type, or values that contradict each other.
+        ConfigError: not YAML, an unknown key, a wrong type, values that contradict each other, or
+            files that extend each other in a circle.
     """
-    tree, lines = _read_yaml(path)
+    tree, places = _read_extended(path)
     overridden = [_apply_override(tree, override) for override in overrides]
     complete = distribute_shared(tree)
     try:
         return PipelineConfig.model_validate(complete)
     except ValidationError as error:
-        raise _config_error(error, _Origin(path, lines, overridden)) from None
+        raise _config_error(error, _Origin(path, places, overridden)) from None
 
 
 def distribute_shared(tree: Tree) -> Tree:
@@ -118,6 +122,44 @@ def _stage_model(stage: Stage) -> type[BaseModel]:
     model = PipelineConfig.model_fields[stage].annotation
     assert isinstance(model, type) and issubclass(model, BaseModel)
     return model
+
+
+def _read_extended(path: Path, above: tuple[Path, ...] = ()) -> tuple[Tree, Places]:
+    """Read a file and what it extends.
+
+    Args:
+        above: the files that led here, the first one first.
+    """
+    chain = (*above, path.resolve())
+    if path.resolve() in above:
+        circle = " -> ".join(str(file) for file in chain)
+        raise ConfigError(
+            f"{path} extends itself: {circle}", "an end", f"remove one of the `{EXTENDS}`"
+        )
+    tree, lines = _read_yaml(path)
+    places = {location: f"{path}, line {line}" for location, line in lines.items()}
+    if EXTENDS not in tree:
+        return tree, places
+    where = places.pop((EXTENDS,))
+    below, below_places = _read_extended(_extended_file(tree.pop(EXTENDS), path, where), chain)
+    return merge(below, tree), below_places | places
+
+
+def _extended_file(name: object, path: Path, where: str) -> Path:
+    """Return the file that ``extends`` names: beside the file that says so, else a packaged one."""
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(
+            f"{where}: {EXTENDS} is {name!r}",
+            "the path or name of one config",
+            f"write `{EXTENDS}: demo`",
+        )
+    beside = path.parent / Path(name).expanduser()
+    if beside.is_file():
+        return beside
+    try:
+        return find_config(name)
+    except MissingInputError as error:
+        raise MissingInputError(f"{where}: {error.found}", error.expected, error.fix) from None
 
 
 def _read_yaml(path: Path) -> tuple[Tree, dict[Location, int]]:
@@ -163,6 +205,10 @@ def _apply_override(tree: Tree, override: str) -> Location:
         raise ConfigError(
             f"Override {override!r} cannot be read", "section.key=value", "write -o sft.epochs=2"
         )
+    if keys[0] == EXTENDS:
+        raise ConfigError(
+            f"-o {EXTENDS}: a file is extended before values are overridden", "", "name that file"
+        )
     try:
         value = yaml.load(text, _UniqueKeyLoader)
     except (yaml.YAMLError, ConfigError) as error:
@@ -181,9 +227,9 @@ def _apply_override(tree: Tree, override: str) -> Location:
 class _Origin:
     """Says where a value came from, for messages."""
 
-    def __init__(self, path: Path, lines: dict[Location, int], overridden: list[Location]) -> None:
+    def __init__(self, path: Path, places: Places, overridden: list[Location]) -> None:
         self.path = path
-        self.lines = lines
+        self.places = places
         self.overridden = overridden
 
     def find(self, location: Location) -> tuple[str, str]:
@@ -203,7 +249,7 @@ class _Origin:
             # A check over a whole section complains about the section, not about the key in it.
             if override[: len(head)] == head:
                 return f"-o {'.'.join(map(str, override))}"
-        return f"{self.path}, line {self.lines[head]}" if head in self.lines else None
+        return self.places.get(head)
 
 
 def _config_error(error: ValidationError, origin: _Origin) -> ConfigError:
@@ -243,25 +289,36 @@ def _suggestion(location: Location) -> str:
 
 def known_keys(location: Location) -> list[str]:
     """Return the keys that a section knows; an empty location is the whole file."""
-    model: type[BaseModel] | None = PipelineConfig
+    at: Any = PipelineConfig
     for key in location:
-        model = _section_at(model, str(key)) if model else None
-    if model is None:
-        return []
-    names = list(model.model_fields)
-    return names + list(SHARED_KEYS) if model is PipelineConfig else names
+        at = _below(at, str(key))
+    names = next((list(model.model_fields) for model in _models(at)), [])
+    return [*names, *SHARED_KEYS, EXTENDS] if at is PipelineConfig else names
 
 
-def _section_at(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    if key not in model.model_fields:
-        return None
-    annotation = model.model_fields[key].annotation
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if is_union else (annotation,)
-    for member in members:
-        if isinstance(member, type) and issubclass(member, BaseModel):
-            return member
+def _below(annotation: Any, key: str) -> Any:
+    """Return the type of what a key of a section, or of a dictionary of sections, holds."""
+    for model in _models(annotation):
+        if key in model.model_fields:
+            return model.model_fields[key].annotation
+    for member in _members(annotation):
+        if typing.get_origin(member) in (dict, tuple, list):
+            inner = [part for part in typing.get_args(member) if part is not Ellipsis]
+            return inner[-1]
     return None
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    return [
+        member
+        for member in _members(annotation)
+        if isinstance(member, type) and issubclass(member, BaseModel)
+    ]
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
 
 
 def parse_stage(name: str) -> Stage:

@@ -1,0 +1,229 @@
+"""What an ablation found: measurements, the choice of settings, figures over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from tasks.algorithms.seed_statistics import SeedMean, paired_difference, seed_mean
+from tasks.algorithms.win_rates import win_credit
+from tasks.config import AblationConfig
+from tasks.errors import TrainingError
+
+GOOD_RATE = "good_rate"
+WIN_RATE = "win_rate"
+KL = "kl_per_token"
+ENTROPY = "entropy"
+LENGTH = "length_tokens"
+
+Split = Literal["validation", "test"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Measurement(_Record):
+    """A policy's sampled answers to fixed prompts.
+
+    ``good_rate`` is the oracle's, None outside the demo world. ``scores`` are the reward model's,
+    in standard deviations of its training scores, one per prompt. ``kl_per_token`` (k1) and
+    ``kl_k3_per_token`` estimate the KL from the policy to the base in nats; ``entropy`` is in nats
+    per token.
+    """
+
+    split: Split
+    good_rate: float | None
+    scores: list[float]
+    kl_per_token: float
+    kl_k3_per_token: float
+    entropy: float
+    length_tokens: float
+    ended_share: float
+
+    def figures(self, base: Measurement) -> dict[str, float]:
+        """Return the figures of a table; the win rate is by reward model, against the base's
+        answers to the same prompts, ties half."""
+        credit = win_credit(torch.tensor(self.scores), torch.tensor(base.scores))
+        found = {} if self.good_rate is None else {GOOD_RATE: self.good_rate}
+        return found | {
+            WIN_RATE: float(credit.mean()),
+            KL: self.kl_per_token,
+            ENTROPY: self.entropy,
+            LENGTH: self.length_tokens,
+        }
+
+
+class AblationRun(_Record):
+    """One policy, measured; or why there is none.
+
+    Args:
+        setting: index in the method's grid, from 0.
+        policy: path of the artefact.
+        measurement: file that the figures come from.
+    """
+
+    method: str
+    setting: int
+    seed: int
+    split: Split
+    figures: dict[str, float] = {}
+    policy: str | None = None
+    measurement: str | None = None
+    mlflow_run_id: str | None = None
+    failure: str | None = None
+
+
+class MethodResult(_Record):
+    """One method.
+
+    Args:
+        setting: index of the chosen setting; None where none of them trained.
+        figures: of the chosen setting over the seeds, by name.
+        difference: of the headline to the first method, paired by seed.
+        tuning: every setting on the tuning seeds.
+        runs: the chosen setting on the seeds.
+    """
+
+    name: str
+    overrides: dict[str, JsonValue]
+    grid: list[dict[str, JsonValue]]
+    setting: int | None
+    figures: dict[str, SeedMean]
+    difference: SeedMean | None
+    tuning: list[AblationRun]
+    runs: list[AblationRun]
+
+    @property
+    def failures(self) -> list[AblationRun]:
+        """Runs without a policy."""
+        return [run for run in (*self.tuning, *self.runs) if run.failure is not None]
+
+
+class AblationReport(_Record):
+    """The comparison.
+
+    Args:
+        headline: `GOOD_RATE` where the data are the demo world's, else `WIN_RATE`.
+        base: figures of the model that every method starts from, over the same seeds and prompts.
+        base_runs: where they come from; nothing was trained there.
+    """
+
+    name: str
+    headline: str
+    config: AblationConfig
+    base: dict[str, SeedMean]
+    base_runs: list[AblationRun]
+    methods: list[MethodResult]
+
+    @property
+    def judge(self) -> str:
+        """Say what the headline is."""
+        if self.headline == GOOD_RATE:
+            return "share of good answers by the demo's oracle"
+        return "win rate against the base by the reward model"
+
+
+def headline_of(runs: Sequence[AblationRun]) -> str:
+    """Return which figure methods are compared by.
+
+    Raises:
+        TrainingError: no run has any.
+    """
+    measured = [run for run in runs if run.failure is None]
+    if not measured:
+        raise TrainingError(
+            f"None of {len(runs)} runs of the ablation trained: "
+            f"{runs[0].failure if runs else 'there was none'}",
+            "one at least",
+            "look at their MLflow runs",
+        )
+    return GOOD_RATE if GOOD_RATE in measured[0].figures else WIN_RATE
+
+
+def choose_setting(tuning: Sequence[AblationRun], headline: str) -> int | None:
+    """Return the setting with the best mean headline over the tuning seeds, of equals the one with
+    the lowest KL; a setting that failed on a seed does not count."""
+    by_setting: dict[int, list[AblationRun]] = {}
+    for run in tuning:
+        by_setting.setdefault(run.setting, []).append(run)
+    ranks = {
+        setting: (_mean(runs, headline), -_mean(runs, KL))
+        for setting, runs in by_setting.items()
+        if all(run.failure is None for run in runs)
+    }
+    return max(ranks, key=ranks.__getitem__) if ranks else None
+
+
+def choose_settings(
+    cfg: AblationConfig, tuning: Sequence[AblationRun], headline: str
+) -> dict[str, int | None]:
+    """Return the chosen setting of each method."""
+    return {
+        name: choose_setting([run for run in tuning if run.method == name], headline)
+        for name in cfg.compared
+    }
+
+
+def _mean(runs: Sequence[AblationRun], figure: str) -> float:
+    return seed_mean([run.figures[figure] for run in runs]).mean
+
+
+def report_of(
+    name: str,
+    cfg: AblationConfig,
+    tuning: Sequence[AblationRun],
+    final: Sequence[AblationRun],
+    base: Sequence[AblationRun],
+) -> AblationReport:
+    """Return the comparison.
+
+    Args:
+        tuning: all settings on the tuning seeds.
+        final: the chosen settings on the seeds.
+        base: the model that all start from, one run per seed.
+    """
+    headline = headline_of(tuning)
+    chosen = choose_settings(cfg, tuning, headline)
+    reference = _by_seed(final, next(iter(cfg.compared)), headline)
+    methods: list[MethodResult] = []
+    for method, section in cfg.compared.items():
+        runs = [run for run in final if run.method == method]
+        mine = _by_seed(final, method, headline)
+        methods.append(
+            MethodResult(
+                name=method,
+                overrides=section.overrides,
+                grid=list(section.grid),
+                setting=chosen[method],
+                figures=_over_seeds(runs),
+                difference=paired_difference(mine, reference) if methods else None,
+                tuning=[run for run in tuning if run.method == method],
+                runs=runs,
+            )
+        )
+    return AblationReport(
+        name=name,
+        headline=headline,
+        config=cfg,
+        base=_over_seeds(base),
+        base_runs=list(base),
+        methods=methods,
+    )
+
+
+def _by_seed(runs: Sequence[AblationRun], method: str, figure: str) -> dict[int, float]:
+    return {
+        run.seed: run.figures[figure]
+        for run in runs
+        if run.method == method and run.failure is None
+    }
+
+
+def _over_seeds(runs: Sequence[AblationRun]) -> dict[str, SeedMean]:
+    figures = [run.figures for run in runs if run.failure is None]
+    names = figures[0] if figures else {}
+    return {name: seed_mean([found[name] for found in figures]) for name in names}
