@@ -191,6 +191,41 @@ def score_command(  # noqa: PLR0913 - one argument per option
             print_scored(Console(), scored)
 
 
+@app.command("score-judgments")
+def score_judgments_command(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...", help="FastChat's judgments (single or pairwise), or AlpacaEval's."
+        ),
+    ],
+    questions: Annotated[
+        Path | None, typer.Option(help="question.jsonl: adds the means by category.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Model that the others are compared with.")
+    ] = None,
+    reparse: Annotated[
+        bool, typer.Option("--reparse", help="Read the ratings from the judges' texts again.")
+    ] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Print the leaderboard of judgment files that anybody made.
+
+    A later judgment of the same question and turn replaces an earlier one. A failed judgment is
+    no number: it lowers the coverage.
+    """
+    with _reported(debug):
+        from flows.score_judgments import JudgmentRequest, print_judgments, score_judgments
+
+        found = score_judgments(JudgmentRequest(files, questions, baseline, reparse))
+        if as_json:
+            print(json.dumps(found.as_json(), indent=2, allow_nan=False))
+        else:
+            print_judgments(Console(), found)
+
+
 @app.command("export")
 def export_command(
     ref: Annotated[

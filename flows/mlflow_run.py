@@ -40,7 +40,7 @@ from tasks.tracking_values import clean_name
 from tasks.workspace import Workspace
 
 # Files of an artefact that people look at in MLflow.
-_PAGES = ("card.md", "report.md", "report.json", "scores.png")
+_PAGES = ("card.md", "report.md", "report.json", "report.html", "scores.png", "radar.png")
 
 
 @contextmanager

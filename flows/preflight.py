@@ -8,7 +8,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.raw_sources import DEMO, TINY, is_demo
+from flows.evaluate_inputs import check_evaluation
+from flows.raw_sources import TINY, is_demo
 from tasks.config import (
     STAGES,
     ModelConfig,
@@ -20,7 +21,6 @@ from tasks.config import (
 from tasks.data.chunk_sources import check_file
 from tasks.data.hub import resolve_revision
 from tasks.data.inputs import check_same_columns, find_files, source_configs
-from tasks.data.questions import read_questions
 from tasks.errors import ClusterError, ConfigError, MissingInputError
 from tasks.workspace import Workspace
 
@@ -42,8 +42,8 @@ def check_inputs(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
     if "ingest" in stages and not is_demo(cfg.ingest):
         for source in source_configs(cfg.ingest):
             check_preferences(source)
-    if "evaluate" in stages and cfg.evaluate.questions != DEMO:
-        check_questions(Path(cfg.evaluate.questions).expanduser())
+    if "evaluate" in stages:
+        check_evaluation(cfg.evaluate, Workspace.from_environment())
     reward = cfg.offline_ppo.reward
     if "offline_ppo" in stages and reward.function_path is not None:
         check_reward_function(Path(reward.function_path).expanduser(), reward.function_name)
@@ -60,6 +60,9 @@ def models_of(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> list[Mod
         found.append(cfg.sft.model)
     if "distill" in stages and cfg.distill.model is not None:
         found.append(cfg.distill.model)
+    judge = cfg.evaluate.judging.model
+    if "evaluate" in stages and cfg.evaluate.judge == "transformers" and judge is not None:
+        found.append(ModelConfig(source=judge))
     wanted = {(model.source, model.revision): model for model in found if model.source != TINY}
     return list(wanted.values())
 
@@ -90,17 +93,6 @@ def check_preferences(source: SourceConfig) -> None:
         else:
             check_file(file)
     check_same_columns(files)
-
-
-def check_questions(path: Path) -> None:
-    """Check that all questions can be read."""
-    if not path.is_file():
-        raise MissingInputError(
-            f"evaluate.questions: no file {path.absolute()}",
-            "a question.jsonl in FastChat's format",
-            "correct the path: -o evaluate.questions=/path/to/question.jsonl, or use 'demo'",
-        )
-    read_questions(path)
 
 
 def check_reward_function(path: Path, name: str) -> None:

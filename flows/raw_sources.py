@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flows.evaluate_inputs import DEMO, evaluate_fields, evaluate_files
 from tasks.artifacts import ParentRef, file_sha256
 from tasks.config import (
     DistillConfig,
@@ -27,7 +28,6 @@ from tasks.data.inputs import UNNAMED, at_revision, digest_of, find_files, sourc
 from tasks.errors import MissingInputError
 from tasks.workspace import Workspace
 
-DEMO = "demo"
 TINY = "tiny"
 
 
@@ -48,8 +48,8 @@ def raw_sources(cfg: StageConfig, workspace: Workspace) -> dict[str, ParentRef]:
             return {"reward_function": file_source(path, "offline_ppo.reward.function_path")}
         case DistillConfig() if cfg.model is not None and cfg.model.source != TINY:
             return {"model": _model_source(cfg.model, workspace)}
-        case EvaluateConfig() if cfg.questions != DEMO:
-            return {"questions": file_source(Path(cfg.questions), "evaluate.questions")}
+        case EvaluateConfig():
+            return _evaluate_sources(cfg, workspace)
     return {}
 
 
@@ -59,11 +59,19 @@ def result_fields(cfg: StageConfig) -> dict[str, Any]:
     match cfg:
         case IngestConfig():
             return _ingest_fields(cfg, fields)
-        case EvaluateConfig() if cfg.questions != DEMO:
-            return {**fields, "questions": "file"}
+        case EvaluateConfig():
+            return evaluate_fields(cfg, fields)
         case OfflinePPOConfig() if cfg.reward.function_path is not None:
             return {**fields, "reward": {**fields["reward"], "function_path": "file"}}
     return fields
+
+
+def _evaluate_sources(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, ParentRef]:
+    files = evaluate_files(cfg, workspace)
+    found = {name: file_source(path, field) for name, (path, field) in files.items()}
+    if cfg.judge == "transformers" and cfg.judging.model is not None:
+        found["judge_model"] = _model_source(ModelConfig(source=cfg.judging.model), workspace)
+    return found
 
 
 def is_demo(cfg: IngestConfig) -> bool:

@@ -62,7 +62,7 @@ STAGE_SPECS: Mapping[Stage, StageSpec] = {
     ),
     "evaluate": StageSpec(
         EvalReport,
-        1,
+        2,
         {
             "preferences": _PREFERENCES,
             "student": _STUDENT,

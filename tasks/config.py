@@ -13,6 +13,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.config_ablation import AblationConfig, MethodConfig
+from tasks.config_evaluate import (
+    AnswersConfig,
+    EndpointConfig,
+    EvaluateConfig,
+    GateConfig,
+    JudgingConfig,
+)
 from tasks.config_ingest import (
     DemoWorldConfig,
     IngestConfig,
@@ -41,6 +48,7 @@ from tasks.config_reward_model import (
 from tasks.config_shared import (
     STAGES,
     CheckpointConfig,
+    GenerationConfig,
     LoraConfig,
     ModelConfig,
     OptimizerConfig,
@@ -63,16 +71,20 @@ __all__ = [
     "STAGES",
     "AblationConfig",
     "AdvantageConfig",
+    "AnswersConfig",
     "BehaviorConfig",
     "CheckpointConfig",
     "CriticConfig",
     "DemoWorldConfig",
     "DistillConfig",
+    "EndpointConfig",
     "EvaluateConfig",
+    "GateConfig",
     "GenerationConfig",
     "HeldOutConfig",
     "ImportanceConfig",
     "IngestConfig",
+    "JudgingConfig",
     "LabelNoiseConfig",
     "LengthLimitsConfig",
     "LoraConfig",
@@ -136,15 +148,6 @@ class SftConfig(StageConfig):
         return self
 
 
-class GenerationConfig(Section):
-    """Sampling."""
-
-    temperature: float = Field(1.0, ge=0.0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    max_new_tokens: PositiveInt = 64
-    batch_size: PositiveInt = setting(128)
-
-
 class SoftLabelConfig(Section):
     """Top-k soft labels with a tail bucket."""
 
@@ -185,33 +188,6 @@ class DistillConfig(StageConfig):
         if self.model is not None and self.model.source == "tiny":
             raise ValueError("a tiny student would have another tokenizer than its teacher")
         return self
-
-
-class EvaluateConfig(StageConfig):
-    """Two-turn questions in MT-Bench format, scored by the reward model."""
-
-    questions: str = Field("demo", description="'demo', or a question.jsonl in FastChat's format.")
-    judge: Literal["reward_model"] = "reward_model"
-    max_questions: PositiveInt | None = None
-    generation: GenerationConfig = GenerationConfig()
-    category_temperatures: dict[str, float] = Field(
-        {
-            "writing": 0.7,
-            "roleplay": 0.7,
-            "extraction": 0.0,
-            "math": 0.0,
-            "coding": 0.0,
-            "reasoning": 0.0,
-            "stem": 0.1,
-            "humanities": 0.1,
-        },
-        description="Temperature by question category; others use generation.temperature.",
-    )
-    held_out_prompts: PositiveInt = Field(
-        400, description="Test prompts for win rates and the demo's oracle."
-    )
-    rendering: RenderingConfig = RenderingConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
 
 
 class TrackingConfig(Section):

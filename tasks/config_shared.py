@@ -123,6 +123,15 @@ class ModelConfig(Section):
     tiny: TinyModelConfig = TinyModelConfig()
 
 
+class GenerationConfig(Section):
+    """Sampling."""
+
+    temperature: float = Field(1.0, ge=0.0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    max_new_tokens: PositiveInt = 64
+    batch_size: PositiveInt = setting(128)
+
+
 class CheckpointConfig(Section):
     """How often training state is written, so that a killed run continues."""
 

@@ -1,11 +1,11 @@
-"""Stage evaluate: two-turn answers and held-out prompts, scored by the reward model, named so."""
+"""Stage evaluate: two-turn answers, judged by the reward model or by a language model, and
+held-out prompts, scored by the reward model; what the reward model gives is named so."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +20,89 @@ from tasks.artifacts import (
     RewardModelCheckpoint,
     StudentAdapter,
 )
+from tasks.backends.answering import (
+    Answerer,
+    AnswerPlan,
+    EndpointAnswerer,
+    LocalAnswerer,
+    answer_prompts,
+    answer_questions,
+)
+from tasks.backends.chat_endpoint import ChatEndpoint, Usage
+from tasks.backends.eval_inputs import (
+    evaluation_questions,
+    given_answers,
+    language_judge,
+    store_of,
+)
+from tasks.backends.grading import GradingPlan, grade
+from tasks.backends.heard import Heard, held_out_scores, reward_judgments
+from tasks.backends.judging import Judge
 from tasks.backends.reward_scoring import RewardScorer
 from tasks.backends.session import open_session
-from tasks.backends.speaking import Prompt, Reply, Speaker
+from tasks.backends.speaking import Prompt, Speaker
 from tasks.backends.trajectories import response_rows
 from tasks.config import EvaluateConfig
 from tasks.context import StageContext
-from tasks.data.eval_report import plot_scores, render_report
-from tasks.data.hh import Message
+from tasks.data.alpaca import write_model_outputs
+from tasks.data.eval_page import render_page
+from tasks.data.eval_report import plot_radar, plot_scores, render_report
+from tasks.data.eval_summary import (
+    HeldOut,
+    differences_section,
+    failure_counts,
+    flat_metrics,
+    held_out_section,
+    pairwise_section,
+    questions_section,
+)
+from tasks.data.gate import BASELINE, decide
+from tasks.data.judge_prompts import OWN, load_judge_prompts
 from tasks.data.pairs import read_pairs
+from tasks.data.pairwise import PairJudgment, write_pairs
 from tasks.data.questions import (
-    ModelAnswer,
     Question,
-    read_questions,
-    temperature_for,
     write_answers,
 )
 from tasks.data.rendering import Renderer, render_pairs
-from tasks.data.scores import Score, compare_scores, summarize_scores, write_scores
+from tasks.data.scores import Score, write_scores
 from tasks.demo.measure import clean_accuracy, good_rate
 from tasks.errors import DataError
 
-JUDGE = ("reward_model", "standardized-score")
+REWARD_MODEL = "reward_model"
+_REWARD_SCALE = "standard deviations of the reward model's training scores; not an MT-Bench score"
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """All judgments of the answers.
+
+    Args:
+        judging: how they were made, for the report.
+    """
+
+    judge: str
+    scale: str
+    scores: list[Score]
+    pairs: list[PairJudgment]
+    judging: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _HeldOutPrompts:
+    prompts: list[Prompt]
+    subsets: list[str]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One run of the stage: what everybody is asked, and how."""
+
+    ctx: StageContext
+    cfg: EvaluateConfig
+    renderer: Renderer
+    questions: list[Question]
+    held_out: _HeldOutPrompts
 
 
 @task(name="evaluate-models", cache_policy=NO_CACHE)
@@ -54,63 +115,38 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
     base: PolicyCheckpoint,
     reward_model: RewardModelCheckpoint,
 ) -> EvalReport:
-    """Let base, policy and student answer, and score the answers with the reward model.
+    """Let base, policy and student answer, have the answers judged, and compare.
+
+    Answers and judgments are stored as they arrive: a run that was killed asks only for what is
+    missing.
 
     Raises:
-        RlhfError: inputs that do not fit together (before anything is generated).
+        RlhfError: inputs that do not fit together (before anything is generated), or a judge or
+            server that cannot go on.
     """
     models = {"base": base.model_dir, "policy": policy.model_dir, "student": student.model_dir}
     others = {"policy": policy, "student": student, "reward": reward_model}
     renderer = _one_renderer(cfg, base, others)
     ctx.draft.renderer_fingerprint = renderer.fingerprint
-    questions = _questions(ctx, cfg)
-    prompts = _held_out_prompts(preferences, cfg.held_out_prompts)
-    session = open_session(cfg.runtime, ctx.log)
-    judge = RewardScorer.load(session, reward_model)
-    heard: dict[str, _Heard] = {}
-    for name, model_dir in models.items():
-        ctx.log.progress(len(heard), len(models), f"{name} answers")
-        speaker = Speaker(model_dir, renderer, cfg.runtime)
-        heard[name] = _hear(speaker, name, cfg, questions, prompts)
-        heard[name].judge(judge)
-    ctx.log.progress(len(models), len(models), "scored")
-    report = _report(questions, heard)
+    questions = evaluation_questions(ctx, cfg)
+    given = given_answers(ctx, cfg, questions)
+    judge = language_judge(ctx, cfg)
+    held_out = _held_out_prompts(preferences, cfg.held_out_prompts)
+    asked = _Asked(ctx, cfg, renderer, questions, held_out)
+    scorer = RewardScorer.load(open_session(cfg.runtime, ctx.log), reward_model)
+    heard = _listen(asked, models) | given
+    judged = _judge(asked, heard, judge, scorer)
+    scored = {
+        name: held_out_scores(one, held_out.prompts, held_out.subsets, scorer, renderer)
+        for name, one in heard.items()
+        if one.held_out
+    }
+    report = _report(asked, heard, judged, scored)
     if preferences.manifest.config.get("source") == "demo":
-        report["demo"] = _demo(judge, preferences, renderer, prompts, heard)
-    ctx.draft.counts |= {"questions": len(questions), "held_out_prompts": len(prompts)}
-    ctx.draft.metrics |= _flat(report)
-    return ctx.publish(EvalReport, lambda path: _write(path, report, questions, heard))
-
-
-@dataclass
-class _Heard:
-    """All that one model said, and its scores once judged."""
-
-    name: str
-    first: dict[int, Reply]
-    second: dict[int, Reply]
-    held_out: list[Reply]
-    judgments: list[Score] = field(default_factory=list)
-    held_out_scores: list[float] = field(default_factory=list)
-
-    @property
-    def answers(self) -> list[ModelAnswer]:
-        """The answers in the order of the questions."""
-        return [
-            ModelAnswer(key, self.name, (self.first[key].text, self.second[key].text), time.time())
-            for key in sorted(self.first)
-        ]
-
-    def judge(self, judge: RewardScorer) -> None:
-        """Score every answer and every held-out response."""
-        turns = [(key, turn) for turn in (1, 2) for key in sorted(self.first)]
-        replies = [(self.first if turn == 1 else self.second)[key] for key, turn in turns]
-        values = judge.score([reply.row for reply in replies]).total.tolist()
-        self.judgments = [
-            Score(key, self.name, turn, value, JUDGE, tstamp=time.time())
-            for (key, turn), value in zip(turns, values, strict=True)
-        ]
-        self.held_out_scores = judge.score([reply.row for reply in self.held_out]).total.tolist()
+        report["demo"] = _demo(scorer, preferences, renderer, held_out.prompts, scored)
+    ctx.draft.counts |= {"questions": len(questions), "held_out_prompts": len(held_out.prompts)}
+    ctx.draft.metrics |= flat_metrics(report)
+    return ctx.publish(EvalReport, _Payload(report, asked, heard, judged, scored).write)
 
 
 def _one_renderer(
@@ -123,138 +159,194 @@ def _one_renderer(
     return renderer
 
 
-def _questions(ctx: StageContext, cfg: EvaluateConfig) -> list[Question]:
-    if cfg.questions == "demo":
-        from tasks.demo.questions import write_questions
-
-        path = Path(write_questions(ctx.workspace.cache_dir / "demo-questions.jsonl"))
-    else:
-        path = Path(ctx.sources["questions"].path)
-    return read_questions(path)[: cfg.max_questions]
-
-
-def _held_out_prompts(preferences: PreferenceDataset, n_prompts: int) -> list[Prompt]:
+def _held_out_prompts(preferences: PreferenceDataset, n_prompts: int) -> _HeldOutPrompts:
     """Return distinct prompts of the test split, in the dataset's order."""
-    unique = dict.fromkeys(pair.prompt for pair in read_pairs(preferences, "test"))
-    prompts = list(unique)[:n_prompts]
+    subset_of: dict[Prompt, str] = {}
+    for pair in read_pairs(preferences, "test"):
+        subset_of.setdefault(pair.prompt, pair.subset)
+    prompts = list(subset_of)[:n_prompts]
     if not prompts:
         raise DataError("The test split has no prompts", "at least one", "raise ingest.test_share")
-    return prompts
+    return _HeldOutPrompts(prompts, [subset_of[prompt] for prompt in prompts])
 
 
-def _hear(
-    speaker: Speaker,
-    name: str,
-    cfg: EvaluateConfig,
-    questions: Sequence[Question],
-    prompts: Sequence[Prompt],
-) -> _Heard:
-    """Ask both turns of each question, the first answer being part of the second prompt."""
-    by_temperature: dict[float, list[Question]] = {}
-    for question in questions:
-        temperature = temperature_for(
-            question.category, cfg.category_temperatures, cfg.generation.temperature
-        )
-        by_temperature.setdefault(temperature, []).append(question)
-    heard = _Heard(name, {}, {}, speaker.reply(prompts, cfg.generation, cfg.seed))
-    for temperature, group in by_temperature.items():
-        sampling = cfg.generation.model_copy(update={"temperature": temperature})
-        asked = [(Message("user", question.turns[0]),) for question in group]
-        replies = speaker.reply(asked, sampling, cfg.seed)
-        again = [_follow_up(q, reply.text) for q, reply in zip(group, replies, strict=True)]
-        last = speaker.reply(again, sampling, cfg.seed + 1)
-        for question, one, two in zip(group, replies, last, strict=True):
-            heard.first[question.question_id] = one
-            heard.second[question.question_id] = two
+def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
+    """Have every model answer the questions and the held-out prompts."""
+    cfg, log = asked.cfg, asked.ctx.log
+    plan = AnswerPlan(
+        asked.questions,
+        cfg.category_temperatures,
+        cfg.generation.temperature,
+        cfg.answers.batch_questions,
+        cfg.seed,
+    )
+    store = store_of(asked.ctx, "answers")
+    names = list(cfg.answers.served) if cfg.answers.backend == "openai" else list(models)
+    heard = {}
+    # One budget for all models.
+    usage = Usage()
+    for index, name in enumerate(names):
+        log.progress(index, len(names), f"{name} answers")
+        answerer = _answerer(asked, name, models, usage)
+        prompts = asked.held_out.prompts
+        said = answer_prompts(answerer, prompts, cfg.generation.temperature, cfg.seed)
+        heard[name] = Heard(name, answer_questions(name, answerer, plan, store), said)
+        _tell_limits(asked.ctx, heard[name])
+    store.close()
+    log.progress(len(names), len(names), "answered")
     return heard
 
 
-def _follow_up(question: Question, reply: str) -> Prompt:
-    first, second = question.turns
-    return (Message("user", first), Message("assistant", reply), Message("user", second))
+def _answerer(asked: _Asked, name: str, models: Mapping[str, Path], usage: Usage) -> Answerer:
+    cfg = asked.cfg
+    if cfg.answers.backend == "openai":
+        endpoint = ChatEndpoint(cfg.answers.endpoint_of(name), usage)
+        return EndpointAnswerer(endpoint, cfg.generation)
+    speaker = Speaker(models[name], asked.renderer, cfg.runtime)
+    return LocalAnswerer(speaker, asked.renderer, cfg.generation)
 
 
-def _report(questions: Sequence[Question], heard: Mapping[str, _Heard]) -> dict[str, Any]:
-    category_of = {question.question_id: question.category for question in questions}
-    base = heard["base"].held_out_scores
-    report: dict[str, Any] = {
-        "judge": "reward_model",
-        "scale": "standard deviations of the reward model's training scores; not an MT-Bench score",
-        "n_questions": len(questions),
-        "n_held_out_prompts": len(base),
-        "questions": {name: _summary(h.judgments, category_of) for name, h in heard.items()},
-        "held_out": {},
+def _tell_limits(ctx: StageContext, heard: Heard) -> None:
+    cut = sum(sum(answer.truncated) for answer in heard.answers)
+    if cut:
+        ctx.log.event(
+            f"answers.{heard.name}.truncated",
+            f"{cut} of {2 * len(heard.answered)} answers of {heard.name} end at "
+            "generation.max_new_tokens",
+        )
+    if heard.shortened:
+        ctx.log.event(
+            f"answers.{heard.name}.shortened",
+            f"{heard.shortened} prompts of {heard.name} lost text to rendering.max_prompt_tokens",
+        )
+
+
+def _judge(
+    asked: _Asked, heard: Mapping[str, Heard], judge: Judge | None, scorer: RewardScorer
+) -> _Judged:
+    if judge is None:
+        scores = [s for h in heard.values() for s in reward_judgments(h, scorer, asked.renderer)]
+        return _Judged(REWARD_MODEL, _REWARD_SCALE, scores, [], {})
+    log, judging = asked.ctx.log, asked.cfg.judging
+    source = OWN if judging.prompts == OWN else asked.ctx.sources["judge_prompts"].path
+    plan = GradingPlan(
+        asked.questions,
+        {name: one.answers for name, one in heard.items()},
+        load_judge_prompts(source),
+        judging.reference_categories,
+        judging.repeats,
+        BASELINE if judging.pairwise else None,
+        asked.cfg.seed,
+    )
+    store = store_of(asked.ctx, "judgments")
+    graded = grade(judge, plan, store, lambda done, n: log.progress(done, n, "judgments"))
+    store.close()
+    failed = failure_counts(graded.scores)
+    if failed:
+        log.event("judgments.failed", f"{sum(failed.values())} judgments failed: {failed}")
+    how = {
+        "prompts": OWN if judging.prompts == OWN else Path(source).name,
+        "prompts_sha256": plan.prompts.fingerprint,
+        "repeats": judging.repeats,
+        "requests": graded.requests,
+        "tokens": graded.tokens,
+        "failures": failed,
+        "without_reference": plan.without_reference,
     }
-    for name, found in heard.items():
-        report["held_out"][name] = {
-            "mean_score": sum(found.held_out_scores) / len(base),
-            "win_rate_against_base": compare_scores(found.held_out_scores, base).adjusted,
-            "mean_characters": sum(len(reply.text) for reply in found.held_out) / len(base),
-        }
+    scale = f"1 to 10, by {judge.name}"
+    return _Judged(judge.name, scale, graded.scores, graded.pairs, how)
+
+
+def _report(
+    asked: _Asked,
+    heard: Mapping[str, Heard],
+    judged: _Judged,
+    scored: Mapping[str, HeldOut],
+) -> dict[str, Any]:
+    answers = {name: one.answers for name, one in heard.items()}
+    report: dict[str, Any] = {
+        "judge": judged.judge,
+        "scale": judged.scale,
+        "n_questions": len(asked.questions),
+        "n_held_out_prompts": len(asked.held_out.prompts),
+        "questions": questions_section(asked.questions, answers, judged.scores),
+        "differences": differences_section(list(heard), judged.scores),
+        "held_out": held_out_section(scored),
+    }
+    if asked.cfg.judging.pairwise:
+        report["pairwise"] = pairwise_section(list(heard), judged.pairs)
+    if judged.judging:
+        report["judging"] = judged.judging
+    report["gate"] = decide(asked.cfg.gate, report)
     return report
 
 
-def _summary(judged: Sequence[Score], category_of: Mapping[int, str]) -> dict[str, Any]:
-    total = summarize_scores(judged)
-    by_category: dict[str, list[Score]] = {name: [] for name in sorted(set(category_of.values()))}
-    for score in judged:
-        by_category[category_of[score.question_id]].append(score)
-    return {
-        "turn_1": total.turn_means.get(1),
-        "turn_2": total.turn_means.get(2),
-        "mean": total.mean,
-        "coverage": total.coverage,
-        "categories": {name: summarize_scores(part).mean for name, part in by_category.items()},
-    }
-
-
 def _demo(
-    judge: RewardScorer,
+    scorer: RewardScorer,
     preferences: PreferenceDataset,
     renderer: Renderer,
     prompts: Sequence[Prompt],
-    heard: Mapping[str, _Heard],
+    scored: Mapping[str, HeldOut],
 ) -> dict[str, Any]:
     """Measure with the demo world's oracle, which training never sees."""
     pairs = read_pairs(preferences, "test")
     rendered, _ = render_pairs(pairs, renderer)
     kept = {pair.pair_id for pair in rendered}
-    scores = judge.score(response_rows(rendered)).total
+    scores = scorer.score(response_rows(rendered)).total
     judged = [pair for pair in pairs if pair.pair_id in kept]
     return {
-        "oracle_good_rate": {
-            name: good_rate(prompts, [reply.text for reply in found.held_out])
-            for name, found in heard.items()
-        },
+        "oracle_good_rate": {name: good_rate(prompts, one.texts) for name, one in scored.items()},
         "reward_accuracy_clean": clean_accuracy(judged, scores[0::2], scores[1::2]),
     }
 
 
-def _flat(report: Mapping[str, Any]) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    for name in report["questions"]:
-        metrics[f"{name}_question_score"] = report["questions"][name]["mean"]
-        metrics[f"{name}_win_rate_against_base"] = report["held_out"][name]["win_rate_against_base"]
-        metrics[f"{name}_held_out_score"] = report["held_out"][name]["mean_score"]
-    if "demo" in report:
-        rates = report["demo"]["oracle_good_rate"]
-        metrics |= {f"{name}_oracle_good_rate": rate for name, rate in rates.items()}
-        metrics["reward_accuracy_clean"] = report["demo"]["reward_accuracy_clean"]
-    return metrics
+@dataclass(frozen=True)
+class _Payload:
+    """The payload of the report's directory."""
 
+    report: Mapping[str, Any]
+    asked: _Asked
+    heard: Mapping[str, Heard]
+    judged: _Judged
+    scored: Mapping[str, HeldOut]
 
-def _write(
-    directory: Path,
-    report: Mapping[str, Any],
-    questions: Sequence[Question],
-    heard: Mapping[str, _Heard],
-) -> None:
-    (directory / "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    for folder in ("model_answer", "model_judgment"):
-        (directory / folder).mkdir()
-    for name, found in heard.items():
-        write_answers(directory / "model_answer" / f"{name}.jsonl", found.answers)
-        write_scores(directory / "model_judgment" / f"{name}.jsonl", found.judgments)
-    answers = {name: found.answers for name, found in heard.items()}
-    (directory / "report.md").write_text(render_report(report, questions, answers))
-    plot_scores(report, directory / "scores.png")
+    def write(self, directory: Path) -> None:
+        text = json.dumps(self.report, indent=2, allow_nan=False) + "\n"
+        (directory / "report.json").write_text(text)
+        answers = {name: one.answers for name, one in self.heard.items()}
+        for folder in ("model_answer", "model_judgment", "alpaca"):
+            (directory / folder).mkdir()
+        for name, given in answers.items():
+            write_answers(directory / "model_answer" / f"{name}.jsonl", given)
+            own = [score for score in self.judged.scores if score.model_id == name]
+            write_scores(directory / "model_judgment" / f"{name}.jsonl", own)
+        if self.judged.pairs:
+            write_pairs(directory / "model_judgment" / "pair.jsonl", self.judged.pairs)
+        self._write_alpaca(directory / "alpaca")
+        self._write_pages(directory)
+
+    def _write_alpaca(self, directory: Path) -> None:
+        """Write the held-out prompts of one turn, which is what AlpacaEval compares."""
+        single = [i for i, prompt in enumerate(self.asked.held_out.prompts) if len(prompt) == 1]
+        asked = [self.asked.held_out.prompts[i][0].content for i in single]
+        for name, one in self.scored.items():
+            said = [one.texts[i] for i in single]
+            write_model_outputs(directory / f"{name}.json", asked, said, name, "held_out")
+
+    def _write_pages(self, directory: Path) -> None:
+        answers = {name: one.answers for name, one in self.heard.items()}
+        text = render_report(self.report, self.asked.questions, answers)
+        (directory / "report.md").write_text(text)
+        images = {"Mean score by category": directory / "scores.png"}
+        plot_scores(self.report, directory / "scores.png")
+        if plot_radar(self.report, directory / "radar.png"):
+            images["Mean score by category, around a circle"] = directory / "radar.png"
+        page = render_page(
+            self.report,
+            self.asked.questions,
+            answers,
+            self.judged.scores,
+            self.judged.pairs,
+            images,
+        )
+        (directory / "report.html").write_text(page, encoding="utf-8")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tasks.data.eval_report import plot_scores, render_report
+import pytest
+
+from tasks.data.eval_report import plot_radar, plot_scores, render_report
 from tasks.data.questions import ModelAnswer, Question
 
 EVIL = '<script>alert("x")</script>\n\n# heading | cell'
@@ -13,9 +15,12 @@ ESCAPED = "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; # heading | cell"
 
 
 def _report(**extra: Any) -> dict[str, Any]:
-    scores = {"turn_1": 0.5, "turn_2": -1.25, "mean": -0.375, "categories": {"math": -0.375}}
+    categories = {"math": -0.375, "coding": 0.5, "stem": None}
+    scores = {"turn_1": 0.5, "turn_2": -1.25, "mean": -0.375, "categories": categories}
+    scores |= {"coverage": 1.0, "truncated": 1, "interval": [-0.5, 0.25]}
     held_out = {"mean_score": 0.125, "win_rate_against_base": 0.75}
     return {
+        "judge": "reward_model",
         "scale": "standard deviations",
         "questions": {"base": scores, "policy": scores},
         "held_out": {"base": held_out, "policy": held_out},
@@ -62,9 +67,33 @@ def test_question_without_an_answer_is_shown_empty() -> None:
     assert "- policy: \n" in _page(n_questions=2)
 
 
-def test_plot_is_a_picture(tmp_path: Path) -> None:
+def test_model_without_a_score_is_shown_without_a_number() -> None:
+    report = _report(judge="gpt-<b>", scale="1 to 10")
+    scores = {"turn_1": None, "turn_2": None, "mean": None, "categories": {"math": None}}
+    report["questions"]["policy"] = scores | {"coverage": 0.0}
+    del report["held_out"]["policy"]
+    page = render_report(report, [], {})
+    assert "| policy | - | - | - | - | - |" in page and "nan" not in page.lower()
+    assert "policy 0.0%" in page and "# Evaluation by gpt-&lt;b&gt;" in page
+
+
+def test_verdict_is_told() -> None:
+    check = {"name": "min_score", "limit": 6.0, "value": None, "passed": False, "what": "mean"}
+    page = _page(gate={"model": "student", "verdict": "failed", "checks": [check]})
+    assert "Gate: student failed." in page and "- min_score: failed, - (mean), limit 6" in page
+
+
+@pytest.mark.parametrize("plot", [plot_scores, plot_radar])
+def test_plot_is_a_picture(tmp_path: Path, plot: Any) -> None:
     file = tmp_path / "scores.png"
-    plot_scores(_report(), file)
+    plot(_report(), file)
     content = file.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n") and content.rstrip().endswith(b"IEND\xaeB`\x82")
     assert len(content) > 5000
+
+
+def test_circle_needs_three_categories(tmp_path: Path) -> None:
+    report = _report()
+    del report["questions"]["base"]["categories"]["stem"]
+    assert not plot_radar(report, tmp_path / "radar.png")
+    assert not (tmp_path / "radar.png").exists()

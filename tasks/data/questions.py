@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from tasks.data.source import read_lines
 from tasks.errors import DataError
 
+_COUNTS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_NUMBER_WORDS: Final = {word: str(value) for value, word in enumerate(_COUNTS)} | {"no": "0"}
+_SHOWN_IDS: Final = 5
+_DIGITS: Final = "0123456789"
 _FIX: Final = 'one object per line: {"question_id": 81, "category": "writing", "turns": ["", ""]}'
 
 
@@ -36,12 +41,14 @@ class ModelAnswer:
 
     Args:
         tstamp: seconds since 1970, when the answer was made.
+        truncated: for each turn, whether it ended at the length limit.
     """
 
     question_id: int
     model_id: str
     turns: tuple[str, str]
     tstamp: float
+    truncated: tuple[bool, bool] = (False, False)
 
     @property
     def answer_id(self) -> str:
@@ -73,6 +80,47 @@ def read_questions(path: Path) -> list[Question]:
     return list(questions.values())
 
 
+def read_references(path: Path) -> dict[int, tuple[str, str]]:
+    """Return the answers of a FastChat ``reference_answer`` file by question.
+
+    Raises:
+        MissingInputError: no such file.
+        DataError: a line that is no answer to two turns, or a question with two.
+    """
+    return {answer.question_id: answer.turns for answer in read_answers(path, unique=True)}
+
+
+def with_references(
+    questions: Iterable[Question], separate: Mapping[int, tuple[str, ...]]
+) -> tuple[list[Question], list[int]]:
+    """Give questions without a reference the one of a separate file.
+
+    Returns:
+        the questions; and the ids of those whose own reference names numbers that the separate one
+        does not: one of the two is wrong, and the question's own is kept.
+    """
+    found, contradicted = [], []
+    for question in questions:
+        other = separate.get(question.question_id)
+        if question.reference is None and other is not None:
+            question = replace(question, reference=other)
+        elif question.reference is not None and other is not None and _differ(question, other):
+            contradicted.append(question.question_id)
+        found.append(question)
+    return found, contradicted
+
+
+def _differ(question: Question, other: Sequence[str]) -> bool:
+    pairs = zip(question.reference or (), other, strict=False)
+    return any(_numbers(ours) - _numbers(theirs) for ours, theirs in pairs)
+
+
+def _numbers(text: str) -> set[str]:
+    words = re.findall(r"[0-9]+(?:\.[0-9]+)?|[a-z]+", text.lower().replace(",", ""))
+    numbers = (_NUMBER_WORDS.get(word, word) for word in words)
+    return {number for number in numbers if number[0] in _DIGITS}
+
+
 def temperature_for(category: str, table: Mapping[str, float], default: float) -> float:
     """Return the sampling temperature of a category; 0 means greedy, without sampling."""
     return table.get(category, default)
@@ -96,27 +144,31 @@ def write_questions(path: Path, questions: Iterable[Question]) -> None:
 def write_answers(path: Path, answers: Iterable[ModelAnswer]) -> None:
     """Write answers as FastChat's ``model_answer/<model_id>.jsonl``, sorted by question."""
     ordered = sorted(answers, key=lambda answer: (answer.question_id, answer.model_id))
-    write_objects(
-        path,
-        (
-            {
-                "question_id": answer.question_id,
-                "answer_id": answer.answer_id,
-                "model_id": answer.model_id,
-                "choices": [{"index": 0, "turns": list(answer.turns)}],
-                "tstamp": answer.tstamp,
-            }
-            for answer in ordered
-        ),
-    )
+    write_objects(path, (_answer_row(answer) for answer in ordered))
 
 
-def read_answers(path: Path) -> list[ModelAnswer]:
+def _answer_row(answer: ModelAnswer) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "question_id": answer.question_id,
+        "answer_id": answer.answer_id,
+        "model_id": answer.model_id,
+        "choices": [{"index": 0, "turns": list(answer.turns)}],
+        "tstamp": answer.tstamp,
+    }
+    if any(answer.truncated):
+        row["truncated"] = list(answer.truncated)
+    return row
+
+
+def read_answers(path: Path, *, unique: bool = False) -> list[ModelAnswer]:
     """Read FastChat answers; of several to one question by one model the last in the file counts.
+
+    Args:
+        unique: refuse several instead.
 
     Raises:
         MissingInputError: no such file.
-        DataError: a line that is no answer to two turns.
+        DataError: a line that is no answer to two turns, or a second answer to a question.
     """
     answers: dict[tuple[int, str], ModelAnswer] = {}
     for where, row in read_objects(path):
@@ -126,11 +178,52 @@ def read_answers(path: Path) -> list[ModelAnswer]:
         answer = ModelAnswer(
             question_id=get_field(where, row, "question_id", int),
             model_id=get_field(where, row, "model_id", str),
-            turns=_two_turns(where, choices[0]),
+            turns=get_turns(where, choices[0]),
             tstamp=get_number(where, row, "tstamp") or 0.0,
+            truncated=_truncated(where, row),
         )
-        answers[answer.question_id, answer.model_id] = answer
+        key = (answer.question_id, answer.model_id)
+        if unique and key in answers:
+            raise DataError(
+                f"{where}: {answer.model_id} answers question {answer.question_id} a second time",
+                "one answer to each question",
+                "remove one of them",
+            )
+        answers[key] = answer
     return list(answers.values())
+
+
+def answers_to(path: Path, questions: Sequence[Question]) -> list[ModelAnswer]:
+    """Read the answers of one model to these questions, in their order.
+
+    Raises:
+        MissingInputError: no such file.
+        DataError: a question with two answers or none, answers of several models, or answers to
+            other questions only.
+    """
+    answers = read_answers(path, unique=True)
+    models = sorted({answer.model_id for answer in answers})
+    if len(models) > 1:
+        raise DataError(f"{path} holds answers of {models}", "those of one model", "split the file")
+    by_id = {answer.question_id: answer for answer in answers}
+    missing = [q.question_id for q in questions if q.question_id not in by_id]
+    if missing:
+        raise DataError(
+            f"{path} answers {len(questions) - len(missing)} of {len(questions)} questions; "
+            f"{missing[:_SHOWN_IDS]} and others are missing"
+            if len(missing) > _SHOWN_IDS
+            else f"{path} has no answer to the questions {missing}",
+            "answers to these questions",
+            "give the file of answers that was made with this question file",
+        )
+    return [by_id[question.question_id] for question in questions]
+
+
+def _truncated(where: str, row: Mapping[str, Any]) -> tuple[bool, bool]:
+    values = get_field(where, {"truncated": [False, False], **row}, "truncated", list)
+    if len(values) != 2:
+        raise DataError(f"{where}: truncated has {len(values)} values", "2", "correct the file")
+    return bool(values[0]), bool(values[1])
 
 
 def read_objects(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
@@ -202,23 +295,33 @@ def get_number(where: str, row: Mapping[str, Any], name: str) -> float | None:
 def _parse_question(where: str, row: Mapping[str, Any]) -> Question:
     reference = row.get("reference")
     if reference is not None:
-        reference = tuple(_texts(where, row, "reference"))
+        reference = tuple(get_texts(where, row, "reference"))
     return Question(
         question_id=get_field(where, row, "question_id", int),
         category=get_field(where, row, "category", str),
-        turns=_two_turns(where, row),
+        turns=get_turns(where, row),
         reference=reference or None,
     )
 
 
-def _two_turns(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
-    turns = _texts(where, row, "turns")
+def get_turns(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the two turns of a row.
+
+    Raises:
+        DataError: there are not two, or they are no texts.
+    """
+    turns = get_texts(where, row, "turns")
     if len(turns) != 2:
         raise DataError(f"{where}: {len(turns)} turns", "2 turns", _FIX)
     return turns[0], turns[1]
 
 
-def _texts(where: str, row: Mapping[str, Any], name: str) -> list[str]:
+def get_texts(where: str, row: Mapping[str, Any], name: str) -> list[str]:
+    """Return a list of texts of a row.
+
+    Raises:
+        DataError: it is missing or of another type.
+    """
     values: list[Any] = get_field(where, row, name, list)
     for index, value in enumerate(values):
         if not isinstance(value, str):

@@ -14,9 +14,11 @@ from tasks.config import EvaluateConfig
 from tasks.data.questions import (
     ModelAnswer,
     Question,
+    answers_to,
     read_answers,
     read_questions,
     temperature_for,
+    with_references,
     write_answers,
     write_objects,
     write_questions,
@@ -134,6 +136,43 @@ def test_last_answer_to_a_question_counts(tmp_path: Path) -> None:
     write_answers(path, [ModelAnswer(81, "s", ("new", "new"), 2.0)])
     path.write_text(first + path.read_text())
     assert [answer.turns for answer in read_answers(path)] == [("new", "new")]
+
+
+def test_answers_to_other_questions_and_two_to_one_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    questions = [Question(q, "math", ("a", "b")) for q in (1, 2)]
+    answers = [ModelAnswer(q, "m", ("x", "y"), 0.0) for q in (2, 1, 3)]
+    write_answers(path, answers)
+    assert [answer.question_id for answer in answers_to(path, questions)] == [1, 2]
+    write_answers(path, answers[2:])
+    with pytest.raises(DataError, match=r"no answer to the questions \[1, 2\]"):
+        answers_to(path, questions)
+    write_answers(path, [*answers, answers[0]])
+    with pytest.raises(DataError, match=r"line 3: m answers question 2 a second time"):
+        answers_to(path, questions)
+    write_answers(path, [answers[0], ModelAnswer(1, "n", ("x", "y"), 0.0)])
+    with pytest.raises(DataError, match=r"answers of \['m', 'n'\]"):
+        answers_to(path, questions)
+
+
+def test_truncation_is_told_and_survives(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    answers = [ModelAnswer(1, "m", ("x", "y"), 0.0, truncated=(False, True))]
+    write_answers(path, answers)
+    assert read_answers(path) == answers and '"truncated": [false, true]' in path.read_text()
+
+
+def test_reference_that_names_other_numbers_is_a_contradiction() -> None:
+    question = Question(1, "math", ("a", "b"), ("Area is 3", "five"))
+    for other, is_bad in (
+        (("It is 3.", "5 of them"), False),
+        (("It is 0.", "5 of them"), True),
+        (("3", "4"), True),
+    ):
+        (kept,), found = with_references([question], {1: other, 9: ("x", "y")})
+        assert kept == question and found == ([1] if is_bad else [])
+    bare = Question(2, "math", ("a", "b"))
+    assert with_references([bare], {2: ("x", "y")})[0][0].reference == ("x", "y")
 
 
 def test_bad_answers_and_values(tmp_path: Path) -> None:

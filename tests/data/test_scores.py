@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tasks.data.scores import (
+    UNBOUNDED_METHOD,
     Score,
     WinRate,
     compare_scores,
@@ -21,7 +22,7 @@ from tasks.errors import DataError
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 
-JUDGE = ("reward_model", "score")
+JUDGE = ("reward_model", UNBOUNDED_METHOD)
 PUBLISHED = {
     "mamba_0_5_dpo_ep3": (7.7375, 6.8875, 7.3125),
     "mamba_0_5_dpo_ep1": (7.59375, 6.65, 7.121875),

@@ -50,6 +50,51 @@ def test_real_files_pass(shared_data: Path, workspace: Workspace) -> None:
     )
 
 
+def test_evaluation_with_a_judge_is_checked(
+    workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(**judging: Any) -> None:
+        endpoint = {"model": "m", "api_key_env": "NO_SUCH_KEY"}
+        section = {"judge": "openai", "judging": {"endpoint": endpoint, **judging}}
+        check_inputs(_chain(evaluate=EvaluateConfig.model_validate(section)))
+
+    with pytest.raises(ConfigError, match="NO_SUCH_KEY holds no key"):
+        check()
+    monkeypatch.setenv("NO_SUCH_KEY", "k")
+    check()
+    with pytest.raises(MissingInputError, match=r"evaluate\.judging\.references: no file"):
+        check(references=str(tmp_path / "absent"))
+    empty = tmp_path / "prompts.jsonl"
+    empty.write_text('{"name": "other"}')
+    with pytest.raises(DataError, match="holds no judge prompt"):
+        check(prompts=str(empty))
+
+
+def test_files_of_an_evaluation_count_by_their_content(
+    shared_data: Path, workspace: Workspace, tmp_path: Path
+) -> None:
+    folder = shared_data / "mt_bench"
+    found = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        copies = {}
+        for file in ("question", "judge_prompts", "reference_answer_gpt-4"):
+            copies[file] = tmp_path / name / f"{file}.jsonl"
+            copies[file].write_bytes((folder / copies[file].name).read_bytes())
+        judging = {
+            "endpoint": {"model": "m"},
+            "prompts": str(copies["judge_prompts"]),
+            "references": str(copies["reference_answer_gpt-4"]),
+        }
+        section = {"judge": "openai", "judging": judging, "questions": str(copies["question"])}
+        cfg = EvaluateConfig.model_validate(section)
+        sources = raw_sources(cfg, workspace)
+        assert set(sources) == {"questions", "judge_prompts", "references"}
+        hashes = {key: source.fingerprint for key, source in sources.items()}
+        found.append((result_fields(cfg), hashes))
+    assert found[0] == found[1]
+
+
 def test_missing_files_are_named(workspace: Workspace) -> None:
     with pytest.raises(MissingInputError, match=r"ingest\.source: no file /nowhere/a"):
         check_inputs(_chain(ingest=IngestConfig(source="/nowhere/a")))
