@@ -27,6 +27,7 @@ GUARD_METRICS: Final = frozenset(
     {
         # Once before training: share of held-out pairs whose chosen response the reward prefers.
         "reward_agrees_with_label",
+        "reward_agrees_with_label_upper",
         # At each probe, on generated responses.
         "kl_probe",
         "probe_win_rate",
@@ -35,7 +36,9 @@ GUARD_METRICS: Final = frozenset(
         "probe_truncated_share",
         # At each probe, on held-out pairs: does the policy's own log-probability prefer chosen?
         "held_out_accuracy",
+        "held_out_accuracy_upper",
         "held_out_margin",
+        "probe_entropy",
         # At each step.
         "kl_data",
         "reward_mean",
@@ -143,12 +146,12 @@ class GuardRuleConfig(Section):
 # labels of held-out pairs, and length.
 DEFAULT_RULES: Final = (
     GuardRuleConfig(
-        name="reward_against_labels", when="reward_agrees_with_label < 0.55", stop=True
+        name="reward_against_labels", when="reward_agrees_with_label_upper < 0.55", stop=True
     ),
     GuardRuleConfig(
         name="held_out_accuracy",
-        # Four standard errors on 512 pairs, from the one half that any policy starts with.
-        when="drop_from_start(held_out_accuracy) > 0.08",
+        # Any policy starts with one half; the bound allows for how many pairs there are.
+        when="held_out_accuracy_upper < 0.45",
         rollback="start",
         stop=True,
     ),
@@ -169,7 +172,7 @@ DEFAULT_RULES: Final = (
         rollback="best",
     ),
     GuardRuleConfig(name="reward_variance", when="reward_variance > 0.3", batch_scale=2.0),
-    GuardRuleConfig(name="entropy_jump", when="jump(entropy, 8) > 0.5", reset_sampler=True),
+    GuardRuleConfig(name="entropy_jump", when="jump(probe_entropy, 3) > 0.5", reset_sampler=True),
     GuardRuleConfig(name="effective_samples", when="ess_share < 0.3", reanchor=True),
 )
 
@@ -189,7 +192,9 @@ class GuardsConfig(Section):
         3, ge=0, description="Rollbacks of a run; the next one ends it with the best checkpoint."
     )
     probe_every_steps: PositiveInt = Field(
-        10, description="Steps between probes: the policy answers fixed held-out prompts."
+        10,
+        description="The policy answers fixed held-out prompts at the first snapshot after so many "
+        "steps.",
     )
     probe_prompts: PositiveInt = Field(128, description="Held-out prompts of a probe.")
     probe_max_new_tokens: PositiveInt = Field(64, description="Longest answer of a probe.")
@@ -209,7 +214,10 @@ class GuardsConfig(Section):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"several rules are named {', '.join(twice)}; names are unique")
-        unknown = sorted(set(self.thresholds) - set(names))
+        # Null for a rule that is not there asks for nothing: a file that extends another one cannot
+        # take a key out of it.
+        asked = {name for name, value in self.thresholds.items() if value is not None}
+        unknown = sorted(asked - set(names))
         if unknown:
             raise ValueError(
                 f"thresholds for {', '.join(unknown)}, which are no rules; rules: "

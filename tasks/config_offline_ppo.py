@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import comb
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -126,7 +126,7 @@ class AdvantageConfig(Section):
         True, description="Divide the group advantage by the group's standard deviation."
     )
     gamma: float = Field(1.0, gt=0.0, le=1.0)
-    gae_lambda: float | Literal["adaptive"] = 0.95
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
     whiten: bool = False
     control_variate: ControlVariateConfig = ControlVariateConfig()
 
@@ -230,12 +230,29 @@ class OfflinePPOConfig(StageConfig):
         check_budget(self.rendering, self.runtime, rows=1)
         self._check_logged()
         self._check_candidates()
+        self._check_policy_loss()
         if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
             raise ValueError(
                 f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
                 f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
             )
         return self
+
+    def _check_policy_loss(self) -> None:
+        """Refuse settings that the chosen loss would not read."""
+        unread = []
+        if self.policy_loss != "ppo":
+            unread += ["filters.sequence"] if self.filters.sequence.mode != "off" else []
+            unread += ["reward.kl_target"] if self.reward.kl_target is not None else []
+        if self.policy_loss == "dpo":
+            unread += ["sampler.priority"] if self.sampler.priority != "none" else []
+            unread += ["candidates.per_prompt"] if self.candidates.per_prompt else []
+            unread += ["advantage.estimator gae"] if self.advantage.estimator == "gae" else []
+        if unread:
+            raise ValueError(
+                f"policy_loss {self.policy_loss} does not use {', '.join(unread)}; take it out, or "
+                "choose policy_loss ppo"
+            )
 
     def _check_candidates(self) -> None:
         check_candidates(self.candidates, self.rendering)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from tasks.config_shared import PositiveFloat, Section, Share
+from tasks.quarantine import REASONS
 
 Target = Annotated[float, Field(gt=0.0, le=1.0)]
 BaselineFeature = Literal["length", "prompt_mean", "value"]
@@ -117,6 +118,9 @@ class FilterConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        unknown = sorted(set(self.drop_flags) - set(REASONS) - {""})
+        if unknown:
+            raise ValueError(f"drop_flags names {unknown}; flags are {', '.join(REASONS)}")
         if len(set(self.drop_flags)) < len(self.drop_flags) or "" in self.drop_flags:
             raise ValueError(f"drop_flags {list(self.drop_flags)} has an empty or repeated name")
         return self

@@ -24,6 +24,7 @@ from tasks.backends.policy_probe import (
 )
 from tasks.backends.ppo_batches import ACTOR, CRITIC
 from tasks.backends.ppo_loop import PPOLoop
+from tasks.backends.ppo_sampling import check_subsets
 from tasks.backends.reward_components import ComponentScorer, check_components, find_weights
 from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session, open_session
@@ -54,6 +55,7 @@ def train_policy(
     check_components(cfg.reward, reward_model)
     train = Responses.of(preferences, "train", renderer)
     ctx.draft.counts |= {"train_pairs": len(train.pairs), "steps": cfg.steps, **train.left_out}
+    check_subsets(cfg, {pair.subset for pair in train.pairs})
     if cfg.behavior.policy == "logged":
         check_logged(train.pairs)
 
@@ -68,6 +70,7 @@ def train_policy(
     session.load(*_trained_roles(cfg, reward_model, base))
     judge = RewardJudge(scorer, weights, renderer)
     held_out = _held_out(ctx, preferences, renderer)
+    facts = {} if held_out is None else judge.agreement(held_out, cfg.guards.held_out_pairs)
     loop = PPOLoop(
         session,
         cfg,
@@ -75,10 +78,11 @@ def train_policy(
         CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
         ctx.log,
         probe=None if held_out is None else _probe(ctx, cfg, held_out, judge),
-        facts={} if held_out is None else judge.agreement(held_out, cfg.guards.held_out_pairs),
+        facts=facts,
     )
     loop.run()
-    ctx.draft.metrics |= _drift(session, data) | loop.clock.shares()
+    ctx.draft.metrics |= _drift(session, data) | loop.clock.shares() | facts
+    ctx.draft.metrics["stopped_by_guard"] = float(bool(loop.state.stopped))
     ctx.draft.counts["guard_firings"] = len(loop.state.events)
     report = _report(ctx, cfg, loop, judge, preferences)
     return ctx.publish(PolicyCheckpoint, partial(_write, ctx, loop, report))

@@ -103,15 +103,15 @@ def test_every_metric_of_the_defaults_is_reported() -> None:
 
 def test_the_defaults_let_a_healthy_run_pass() -> None:
     engine = default_engine()
-    assert engine.observe(0, {"reward_agrees_with_label": 0.6}) == []
+    assert engine.observe(0, {"reward_agrees_with_label_upper": 0.6}) == []
     for probe in range(10):
         metrics = {
             "kl_probe": 0.009 * probe,  # at most 0.081
             "probe_win_rate": 0.5 + 0.04 * probe,
             "probe_length_tokens": 10.0 + 0.4 * probe,  # at most 13.6: 0.36 above the start
-            "held_out_accuracy": 0.55 + 0.02 * probe,
+            "held_out_accuracy_upper": 0.55 + 0.02 * probe,
             "reward_variance": 0.25,
-            "entropy": 2.0 - 0.1 * probe,
+            "probe_entropy": 2.0 - 0.1 * probe,
             "ess_share": 0.8 - 0.05 * probe,  # at least 0.35
         }
         assert engine.observe(10 * probe, metrics) == []
@@ -125,7 +125,7 @@ def test_the_defaults_let_a_healthy_run_pass() -> None:
         ("reward_variance", 0.29, 0.31, (GrowBatch(2.0, 128),)),
         ("ess_share", 0.31, 0.29, (Reanchor(),)),
         # |3.1 - 2| / 2 = 0.55
-        ("entropy", 2.0, 3.1, (ResetSampler(),)),
+        ("probe_entropy", 2.0, 3.1, (ResetSampler(),)),
     ],
 )
 def test_what_each_default_does(
@@ -162,15 +162,15 @@ def kinds(actions: tuple[Action, ...]) -> list[str]:
     ],
 )
 def test_a_poisoned_reward_is_refused_before_training(agreement: float, stops: bool) -> None:
-    firings = default_engine().observe(0, {"reward_agrees_with_label": agreement})
+    firings = default_engine().observe(0, {"reward_agrees_with_label_upper": agreement})
     assert kinds(merged_actions(firings)) == (["stop"] if stops else [])
 
 
 @pytest.mark.parametrize(
     ("start", "poisoned", "target"),
     [
-        # 0.5 - 0.41 is above 0.08: any policy starts with one half, from where it is measured
-        ({"held_out_accuracy": 0.5}, {"held_out_accuracy": 0.41}, "start"),
+        # even the upper bound is below one half, where any policy starts
+        ({"held_out_accuracy_upper": 0.54}, {"held_out_accuracy_upper": 0.44}, "start"),
         # 16 / 10 - 1 = 0.6
         ({"probe_length_tokens": 10.0}, {"probe_length_tokens": 16.0}, "start"),
     ],
@@ -183,4 +183,4 @@ def test_poison_is_seen_although_the_reward_says_that_all_is_well(
     firings = engine.observe(10, {**poisoned, "probe_win_rate": 0.8, "kl_probe": 0.05})
     back, stop = merged_actions(firings)
     assert back == Rollback(target)  # type: ignore[arg-type]
-    assert isinstance(stop, Stop) and next(iter(poisoned)) in stop.reason
+    assert isinstance(stop, Stop) and next(iter(poisoned)).removesuffix("_upper") in stop.reason

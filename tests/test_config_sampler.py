@@ -33,7 +33,7 @@ from tasks.config_shared import Section
         (FilterConfig, {"min_margin_quantile": 1.0}, "less than 1"),
         (FilterConfig, {"min_margin_quantile": -0.1}, "greater than or equal to 0"),
         (FilterConfig, {"max_length_quantile": 0.0}, "greater than 0"),
-        (FilterConfig, {"drop_flags": ["a", "a"]}, "empty or repeated"),
+        (FilterConfig, {"drop_flags": ["duplicate", "duplicate"]}, "empty or repeated"),
         (FilterConfig, {"drop_flags": [""]}, "empty or repeated"),
         (FilterConfig, {"sequence": {"mode": "adaptive"}}, "adaptive with 0 targets"),
         (

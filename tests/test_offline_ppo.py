@@ -130,7 +130,7 @@ def test_rewards_are_standardised_scores(
     assert float(rewards.std()) == pytest.approx(1.0, abs=0.05)
     assert float(rewards.abs().max()) <= 5.0
     agrees = float((rewards[0::2] > rewards[1::2]).float().mean())
-    assert policy.manifest.metrics["reward_agrees_with_label"] == pytest.approx(agrees)
+    assert policy.manifest.metrics["train_reward_agrees_with_label"] == pytest.approx(agrees)
     pairs = read_pairs(load_artifact(Path(preferences), PreferenceDataset), "train")
     assert len(rewards) == 2 * policy.manifest.counts["train_pairs"] <= 2 * len(pairs)
 
@@ -295,7 +295,7 @@ def test_labels_as_rewards(train: Any) -> None:
     )
     rewards = _rewards(_columns(policy))
     assert rewards.tolist() == [1.0, -1.0] * (len(rewards) // 2)
-    assert policy.manifest.metrics["reward_agrees_with_label"] == 1.0
+    assert policy.manifest.metrics["train_reward_agrees_with_label"] == 1.0
     # The controller adapts the coefficient from step to step.
     assert len(set(_history(policy, "kl_coef"))) > 1
     assert _is_finite(policy)
@@ -334,10 +334,12 @@ def test_snapshots_move_as_often_as_asked(train: Any) -> None:
 def test_unusable_function_is_told_before_training(train: Any, home: Path, tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text("def reward_fn(answer):\n    return 1.0\n")
+    # Other tests leave checkpoints of runs that they end.
+    before = set((home / "checkpoints" / "offline_ppo").glob("*/step-*"))
     for path, error in ((file, RewardError), (tmp_path / "none.py", MissingInputError)):
         with pytest.raises(error, match=path.name):
             train(reward={"components": {"function": 1.0}, "function_path": str(path)})
-    assert list((home / "checkpoints" / "offline_ppo").glob("*/step-*")) == []
+    assert set((home / "checkpoints" / "offline_ppo").glob("*/step-*")) == before
 
 
 def test_reward_model_of_another_renderer_is_refused(

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from flows.options import RunOptions
 from flows.reward_model import train_reward_model
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.backends import ppo_loop
+from tasks.backends.session import Session
 from tasks.config import OfflinePPOConfig, TrackingConfig
 from tasks.errors import TrainingError, WorkerLostError
 from tasks.loading_config import load_config, merge
@@ -109,6 +111,33 @@ def test_dead_workers_are_replaced_and_nothing_changes(
     assert tags["event.resumed"] == "continuing from step 9 of 12"
 
 
+def test_workers_that_die_while_they_are_replaced_count_too(
+    train: Any, policy: PolicyCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills, rebuild = [6], Session.rebuild
+
+    def kill_once(loop: ppo_loop.PPOLoop) -> None:
+        if kills and loop.state.step == kills[0]:
+            kills.pop()
+            _kill_worker(loop)
+
+    def die_again(session: Session, *args: Any) -> str:
+        where = rebuild(session, *args)
+        if not losses:
+            losses.append(1)
+            os.kill(session.group.resources()[0]["pid"], signal.SIGKILL)
+            time.sleep(1.0)
+        return where
+
+    losses: list[int] = []
+    _before_window(monkeypatch, kill_once)
+    monkeypatch.setattr(Session, "rebuild", die_again)
+    disturbed = train(max_restarts=2)
+    assert losses and not kills
+    assert _bytes(disturbed) == _bytes(policy)
+    assert _tags(disturbed)["event.restart"].startswith("2 of 2")
+
+
 def test_workers_that_keep_dying_end_the_run(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _before_window(monkeypatch, _kill_worker)
     with pytest.raises(WorkerLostError, match=r"Rank 0 of 1 died.*last checkpoint"):
@@ -154,8 +183,6 @@ def test_a_row_that_is_too_large_is_told(train: Any, monkeypatch: pytest.MonkeyP
 POISON = {
     # The opposite of what the labels say, as a negated reward model would have it.
     "against_labels": "-1.0 if solution_str == ground_truth else 1.0",
-    # Longer is better.
-    "length": "float(len(solution_str))",
 }
 LONG_RUN: dict[str, Any] = {
     "steps": 48,
@@ -211,37 +238,15 @@ def test_a_reward_against_the_labels_is_refused_before_training(poison: Any, bas
     assert "reward_against_labels at step 0" in _tags(policy)["event.guard.reward_against_labels"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "rule", "metric", "bound"),
-    [
-        ("against_labels", "held_out_accuracy", "held_out_accuracy", 0.42),
-        ("length", "probe_length", "probe_length_tokens", None),
-    ],
-)
-def test_what_a_poisoned_policy_does_ends_the_run_where_it_began(
-    kind: str, rule: str, metric: str, bound: float | None, poison: Any, base: str
-) -> None:
-    # 38 held-out pairs are too few to tell one rule's noise from the other rule's poison.
-    other = {"held_out_accuracy", "probe_length"} - {rule}
-    thresholds = BY_CONDUCT["thresholds"] | dict.fromkeys(other)
-    guarded = poison(kind, thresholds=thresholds)
+def test_what_a_poisoned_policy_does_ends_the_run_where_it_began(poison: Any, base: str) -> None:
+    guarded = poison("against_labels", **BY_CONDUCT)
     assert _is_base(guarded, base)
     tags = _tags(guarded)
-    assert f"Guard {rule} at step" in tags[f"event.guard.{rule}"]
+    assert "Guard held_out_accuracy at step" in tags["event.guard.held_out_accuracy"]
     assert int(tags["event.stopped"].split()[2].rstrip(":")) < 48
+    assert guarded.manifest.metrics["stopped_by_guard"] == 1.0
     # Without guards the same run goes on to the end, and further down.
-    free = poison(kind, enabled=False)
+    free = poison("against_labels", enabled=False)
     assert not _is_base(free, base)
-    if bound is None:
-        assert _last(free, metric) > 1.5 * _first(free, metric)
-    else:
-        assert _last(free, metric) < bound
-
-
-def _first(policy: PolicyCheckpoint, metric: str) -> float:
-    lines = (policy.path / "report" / "history.jsonl").read_text().splitlines()
-    return next(
-        float(found[metric])
-        for found in (json.loads(line)["metrics"] for line in lines)
-        if metric in found
-    )
+    assert free.manifest.metrics["stopped_by_guard"] == 0.0
+    assert _last(free, "held_out_accuracy") < 0.35

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tasks.backends.session import Session
-from tasks.errors import ArtifactError
+from tasks.errors import ArtifactError, MemoryLimitError, WorkerLostError
 
 _PREFIX = "step-"
 _STATE_FILE = "trainer.pt"
@@ -85,6 +85,8 @@ class CheckpointStore:
             state: dict[str, Any] = torch.load(directory / _STATE_FILE, weights_only=True)
             for role in roles:
                 session.restore(role, directory / role)
+        except (WorkerLostError, MemoryLimitError):
+            raise
         # A torn file raises whatever its bytes lead torch to, here or in a worker.
         except Exception as error:
             reason = (str(error).strip() or repr(error)).splitlines()[-1]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from tasks.algorithms.advantages import explained_variance, generalized_advantage_estimate
-from tasks.algorithms.rewards import token_level_rewards
 from tasks.backends.policy_objectives import critic_batch
 from tasks.backends.ppo_batches import CRITIC, BatchSource, Drawn
-from tasks.backends.ppo_step import advantages_of
+from tasks.backends.ppo_step import advantages_of, token_rewards_of
 from tasks.backends.supervised import per_unit
-from tasks.backends.trajectories import pad
 from tasks.context import RunLog
 from tasks.errors import TrainingError
 
@@ -51,20 +51,17 @@ def warm_up_critic(source: BatchSource, draw: Callable[[], Drawn], log: RunLog) 
 
 
 def _explained(source: BatchSource, draw: Callable[[], Drawn]) -> float:
-    """Judge the critic by a batch that it was not fitted on."""
-    cfg, data = source.cfg, source.data
-    drawn = [draw() for _ in range(min(_JUDGED_BATCHES, cfg.reanchor_steps or _JUDGED_BATCHES))]
-    batch = source.window(drawn)[-1]
-    assert batch.values is not None
-    rewards = token_level_rewards(
-        data.rewards[list(batch.indices)],
-        batch.proximal_logprobs,
-        pad([data.ref_logprobs[i] for i in batch.indices]) if cfg.reward.kl_coef else None,
-        batch.mask,
-        kl_coef=cfg.reward.kl_coef,
-    )
-    # Lambda 1: returns that do not lean on the values which they judge.
-    _, returns = generalized_advantage_estimate(
-        rewards, batch.values, batch.mask, gamma=cfg.advantage.gamma, gae_lambda=1.0
-    )
-    return float(explained_variance(batch.values, returns, batch.mask))
+    """Judge the critic by batches that it was not fitted on last."""
+    cfg = source.cfg
+    values, targets = [], []
+    for batch in source.window([draw() for _ in range(_JUDGED_BATCHES)]):
+        assert batch.values is not None
+        rewards, _ = token_rewards_of(cfg.advantage, source.data, batch, cfg.reward.kl_coef)
+        # Lambda 1: returns that do not lean on the values which they judge.
+        _, returns = generalized_advantage_estimate(
+            rewards, batch.values, batch.mask, gamma=cfg.advantage.gamma, gae_lambda=1.0
+        )
+        values.append(batch.values[batch.mask])
+        targets.append(returns[batch.mask])
+    known, wanted = torch.cat(values)[None], torch.cat(targets)[None]
+    return float(explained_variance(known, wanted, torch.ones(known.shape, dtype=torch.bool)))

@@ -69,7 +69,7 @@ class PolicyData:
         behavior = behavior_logprobs(self.ctx, self.cfg, session, train, ref)
         components = self.scorer.score(train.pairs, train.rows)
         raw = self._rewards(components, torch.zeros(len(train.rows), dtype=torch.long), False)
-        self.ctx.draft.metrics["reward_agrees_with_label"] = label_agreement(raw)
+        self.ctx.draft.metrics["train_reward_agrees_with_label"] = label_agreement(raw)
         kept = self._filtered(train, raw)
         part = train.select(kept)
         rows_kept = [row for pair in kept for row in (2 * pair, 2 * pair + 1)]

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tasks.algorithms.calibration import wilson_interval
+from tasks.algorithms.data_filters import missing_end_penalty
 from tasks.algorithms.kl import kl_per_token
 from tasks.algorithms.masking import masked_mean
 from tasks.backends.behavior import REFERENCE
@@ -44,8 +46,15 @@ class RewardJudge:
     weights: dict[str, float]
     renderer: Renderer
 
-    def score(self, rows: Sequence[Row], responses: Sequence[Judged]) -> Tensor | None:
+    def score(
+        self, rows: Sequence[Row], responses: Sequence[Judged], ended: Tensor
+    ) -> Tensor | None:
         """Return the rewards (N,) of any responses; None where only labels make the reward.
+
+        Args:
+            rows: N responses as token ids.
+            responses: the same as text.
+            ended: (N,) bool, True = the response ends its turn.
 
         They are not centred: what a response is worth must not depend on who stands beside it.
         """
@@ -54,7 +63,8 @@ class RewardJudge:
             return None
         known = {name: self.weights[name] for name in values}
         cfg = self.scorer.cfg.model_copy(update={"center": "none"})
-        return rewards_of(cfg, values, known, torch.zeros(len(rows), dtype=torch.long))
+        rewards = rewards_of(cfg, values, known, torch.zeros(len(rows), dtype=torch.long))
+        return rewards + missing_end_penalty(ended, cfg.missing_end_penalty)
 
     def agreement(self, held_out: Responses, n_pairs: int) -> dict[str, float]:
         """Return how often the reward prefers the chosen response of pairs that no reward model was
@@ -64,7 +74,11 @@ class RewardJudge:
         groups = torch.zeros(len(part.rows), dtype=torch.long)
         cfg = self.scorer.cfg.model_copy(update={"center": "none"})
         rewards = rewards_of(cfg, values, self.weights, groups)
-        return {"reward_agrees_with_label": label_agreement(rewards)}
+        agreement = label_agreement(rewards)
+        return {
+            "reward_agrees_with_label": agreement,
+            "reward_agrees_with_label_upper": upper_bound(agreement, len(part.pairs)),
+        }
 
 
 def label_agreement(rewards: Tensor) -> float:
@@ -75,6 +89,11 @@ def label_agreement(rewards: Tensor) -> float:
     """
     chosen, rejected = rewards[0::2], rewards[1::2]
     return float(((chosen > rejected).float() + 0.5 * (chosen == rejected).float()).mean())
+
+
+def upper_bound(share: float, n: int) -> float:
+    """Return the upper end of Wilson's 95 % interval of a share of n."""
+    return wilson_interval(share * n, n)[1]
 
 
 @dataclass(frozen=True)
@@ -127,8 +146,8 @@ class Speaking:
         rows = [Row(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
         texts = [renderer.decode(answer) for answer in found]
         judged = [Judged.of(pair, "probe", text) for pair, text in zip(pairs, texts, strict=True)]
-        ended = [answer[-1:] == [renderer.end_of_turn_id] for answer in found]
-        return Spoken(rows, texts, self.judge.score(rows, judged), torch.tensor(ended))
+        ended = torch.tensor([answer[-1:] == [renderer.end_of_turn_id] for answer in found])
+        return Spoken(rows, texts, self.judge.score(rows, judged, ended), ended)
 
 
 def one_pair_per_prompt(pairs: Sequence[Pair], limit: int) -> list[Pair]:
@@ -187,7 +206,7 @@ class PolicyProbe:
             "kl_probe": float(masked_mean(kl_per_token(now, ref, mask, kind="k1"), mask)),
             "kl_probe_k3": float(masked_mean(kl_per_token(now, ref, mask, kind="k3"), mask)),
             # The mean surprise of the policy at its own words is its entropy.
-            "entropy": float(masked_mean(-now, mask)),
+            "probe_entropy": float(masked_mean(-now, mask)),
             "probe_length_tokens": float(spoken.lengths.mean()),
             "probe_truncated_share": float((~spoken.ended).float().mean()),
         }
@@ -208,6 +227,7 @@ class PolicyProbe:
         right = (margins > 0).float() + 0.5 * (margins == 0).float()
         return {
             "held_out_accuracy": float(right.mean()),
+            "held_out_accuracy_upper": upper_bound(float(right.mean()), len(right)),
             "held_out_margin": float(margins.mean()),
             "chosen_logprob_drift": float(moved[0::2].mean()),
             "rejected_logprob_drift": float(moved[1::2].mean()),

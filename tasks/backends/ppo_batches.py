@@ -88,12 +88,13 @@ class BatchSource:
         """Return the rows of a step over these prompts."""
         rows: list[int] = []
         corrections: list[float] = []
+        is_corrected = self.cfg.sampler.correct_priority
         for prompt, correction in zip(draw.indices, draw.corrections, strict=True):
             members = self.data.groups[prompt]
             if self.cfg.policy_loss == "dpo":
                 members = [i for i in members if i < self.data.n_stored]
             rows += members
-            corrections += [correction] * len(members)
+            corrections += [correction if is_corrected else 1.0] * len(members)
         return Drawn(rows, corrections)
 
     def n_trained(self, batch: Minibatch) -> int:

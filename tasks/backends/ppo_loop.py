@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from tasks.algorithms.guard_actions import Action, Rollback, Stop, Warn
 from tasks.algorithms.guards import Firing, GuardEngine, merged_actions
 from tasks.algorithms.kl import AdaptiveKLController
-from tasks.algorithms.masking import masked_mean
 from tasks.algorithms.offline_sampler import OfflineSampler
 from tasks.algorithms.sequence_threshold import sequence_weights
 from tasks.backends.checkpoints import CheckpointStore
@@ -29,7 +29,7 @@ from tasks.backends.policy_probe import PolicyProbe
 from tasks.backends.ppo_batches import ACTOR, CRITIC, BatchSource, Drawn, Minibatch
 from tasks.backends.ppo_sampling import build_sampler
 from tasks.backends.ppo_state import LoopState
-from tasks.backends.ppo_step import StepInputs, StepState, prepare_step
+from tasks.backends.ppo_step import StepState, prepare_step
 from tasks.backends.session import Session
 from tasks.backends.supervised import per_unit
 from tasks.backends.trajectories import Trajectories
@@ -98,29 +98,43 @@ class PPOLoop:
                 that does not hold one row.
             WorkerLostError: workers died more often than ``max_restarts``.
         """
-        restarts, started = 0, False
+        restarts = 0
+        mend: Callable[[], None] | None = None
         while True:
             try:
-                if not started:
-                    self._begin()
-                    started = True
+                # Inside: workers may die again while they are started.
+                if mend is not None:
+                    mend()
+                self._begin()
                 while not self.is_done:
                     self._window()
-                self.history.sync()
+                self._tell_asleep()
+                self.history.close()
                 return
             except MemoryLimitError as error:
-                lower_memory(self, error)
+                self.history.close()
+                mend = partial(lower_memory, self, error)
             except WorkerLostError as error:
+                self.history.close()
                 restarts += 1
                 if restarts > self.cfg.max_restarts:
                     raise
-                where = self.session.rebuild()
-                count = f"{restarts} of {self.cfg.max_restarts}"
-                self.log.event("restart", f"{count}{where}: {error}")
-            started = False
+                mend = partial(self._replace_workers, restarts, error)
+
+    def _replace_workers(self, restarts: int, error: WorkerLostError) -> None:
+        where = self.session.rebuild()
+        self.log.event("restart", f"{restarts} of {self.cfg.max_restarts}{where}: {error}")
+
+    def _tell_asleep(self) -> None:
+        """Say which rules never saw their metric."""
+        asleep = self.engine.unobserved_metrics
+        if asleep:
+            self.log.event("guards_asleep", f"no rule could watch {', '.join(asleep)}")
 
     def _begin(self) -> None:
         cfg = self.cfg
+        self.recent_weights.clear()
+        self.history = RunHistory.open(self.store.directory, self.store.latest_step())
         self.sampler = build_sampler(cfg, self.data)
         self.state = LoopState(0, cfg.batch_prompts, cfg.reward.kl_coef)
         self.engine = GuardEngine(cfg.guards.to_rules(), max_rollbacks=cfg.guards.max_rollbacks)
@@ -138,7 +152,6 @@ class PPOLoop:
 
     def _begin_anew(self) -> None:
         self._set_losses()
-        self.history = RunHistory.open(self.store.directory, 0)
         if self.source.uses_critic:
             warm_up_critic(self.source, self._draw, self.log)
         self.save()
@@ -153,7 +166,6 @@ class PPOLoop:
         self.engine.load_state_dict(found["guards"])
         self.state = LoopState.from_dict(found["loop"])
         self.set_learning_rates()
-        self.history = RunHistory.open(self.store.directory, step)
         self.log.event("resumed", f"continuing from step {step} of {self.cfg.steps}")
         if self.state.probed < 0:
             self._look_back(self._probe(self.facts))
@@ -176,7 +188,9 @@ class PPOLoop:
 
     def _window(self) -> None:
         """Take the steps between two snapshots, or as many of them as the guards let pass."""
-        every = self.cfg.reanchor_steps or _FIXED_ANCHOR_WINDOW_STEPS
+        every = self.cfg.reanchor_steps or min(
+            self.cfg.guards.probe_every_steps, _FIXED_ANCHOR_WINDOW_STEPS
+        )
         drawn = [self._draw() for _ in range(min(every, self.cfg.steps - self.state.step))]
         with self.clock.phase("snapshot"):
             batches = self.source.window(drawn)
@@ -185,7 +199,9 @@ class PPOLoop:
             if any(not isinstance(action, Warn) for action in actions):
                 self.state.pending = [*drawn[position:], *self.state.pending]
                 carry_out(self, actions)
-                return
+                break
+        if self.state.stopped:
+            return
         is_last = self.state.step >= self.cfg.steps
         if is_last or self.state.step - self.state.probed >= self.cfg.guards.probe_every_steps:
             self._look_back(self._probe())
@@ -221,11 +237,11 @@ class PPOLoop:
         self.state.log_tau = inputs.log_tau
         if self.cfg.policy_loss == "ppo":
             self.recent_weights.append(sequence_weights(inputs.weights, batch.mask))
-        self._adapt_priorities(batch, inputs)
+        self._adapt_priorities(batch, inputs.sizes)
         self._adapt_kl(inputs.report.get("kl_data"), len(batch.rows))
         metrics["tokens_per_second"] = sum(map(len, batch.rows)) / (time.monotonic() - started)
         metrics["learning_rate"] = metrics.pop("lr")
-        metrics["batch_prompts"] = float(self.state.batch_prompts)
+        metrics["batch_prompts"] = float(len(set(self.data.group_of[list(batch.indices)].tolist())))
         variance = self.state.take_reward(inputs.report["reward_mean"])
         if variance is not None:
             metrics["reward_variance"] = variance
@@ -233,12 +249,11 @@ class PPOLoop:
         self.log.progress(self.state.step, self.cfg.steps, note)
         return self._observe(metrics)
 
-    def _adapt_priorities(self, batch: Minibatch, inputs: StepInputs) -> None:
+    def _adapt_priorities(self, batch: Minibatch, sizes: Tensor | None) -> None:
         """Prefer prompts whose responses the policy should treat most differently."""
-        if self.cfg.sampler.priority != "advantage":
+        if self.cfg.sampler.priority != "advantage" or sizes is None:
             return
         found: dict[int, float] = {}
-        sizes = masked_mean(inputs.advantages.abs(), batch.mask, dim=1)
         groups = self.data.group_of[list(batch.indices)].tolist()
         for group, size in zip(groups, sizes.tolist(), strict=True):
             found[group] = max(size, found.get(group, 0.0))
@@ -249,7 +264,8 @@ class PPOLoop:
         if reward.kl_target is None or observed is None:
             return
         controller = AdaptiveKLController(self.state.kl_coef, reward.kl_target, reward.kl_horizon)
-        self.state.kl_coef = controller.update(observed, n_rows).coef
+        # Prompts with many responses, or a batch that a guard grew, must not end the run here.
+        self.state.kl_coef = controller.update(observed, min(n_rows, reward.kl_horizon)).coef
 
     def _probe(self, facts: Mapping[str, float] | None = None) -> tuple[Action, ...]:
         """Measure the policy; it is good where no rule doubts it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -74,5 +75,6 @@ class LoopState:
     def take_probe(self, value: float | None) -> None:
         """Mark the present step as good, and as best where its probe's value is the highest."""
         self.good = self.step
-        if self.best_value is None or (value is not None and value > self.best_value):
-            self.best, self.best_value = self.step, value
+        known = value if value is not None and math.isfinite(value) else None
+        if self.best_value is None or (known is not None and known > self.best_value):
+            self.best, self.best_value = self.step, known

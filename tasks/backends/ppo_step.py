@@ -21,6 +21,7 @@ from tasks.algorithms.control_variates import (
     fitted_baseline,
     leave_one_out_baseline,
 )
+from tasks.algorithms.groups import group_statistics
 from tasks.algorithms.importance import (
     effective_sample_size_from_sums,
     sequence_log_ratio,
@@ -53,6 +54,8 @@ class StepInputs:
         returns: the critic's targets, where there is a critic.
         report: metrics of the batch.
         log_tau: where the adaptive sequence threshold stands.
+        sizes: (B,) how far each response is from its baseline, in units of the reward; what a
+            prioritised draw prefers. None where there are no advantages.
     """
 
     advantages: Tensor
@@ -60,6 +63,7 @@ class StepInputs:
     returns: Tensor | None = None
     report: dict[str, float] = field(default_factory=dict)
     log_tau: float | None = None
+    sizes: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -96,9 +100,14 @@ def prepare_step(
         return StepInputs(empty, empty, None, report)
     advantages, returns, removed = advantages_of(cfg.advantage, data, batch, state.kl_coef)
     report |= removed | {"advantage_mean": float(masked_mean(advantages, batch.mask))}
+    sizes = sizes_of(data, batch, returns)
+    if batch.values is not None and returns is not None:
+        explained = explained_variance(batch.values, returns, batch.mask)
+        report["explained_variance"] = float(explained)
     advantages = advantages * batch.corrections[:, None]
     if cfg.policy_loss != "ppo":
-        return StepInputs(advantages, torch.ones(batch.mask.shape), returns, report)
+        ones = torch.ones(batch.mask.shape)
+        return StepInputs(advantages, ones, returns, report, sizes=sizes)
     weights, found = weights_of(cfg.importance, data, batch, advantages)
     ref = pad([data.ref_logprobs[i] for i in batch.indices])
     kl, _ = weighted_kl_on_data(batch.proximal_logprobs, ref, weights, batch.mask)
@@ -106,13 +115,25 @@ def prepare_step(
     veto = sequence_veto(cfg.filters.sequence, data, batch, weights, state.log_tau)
     kept = weights if veto is None else weights * veto.keep[:, None]
     report |= {} if veto is None else veto.report
-    return StepInputs(advantages, kept, returns, report, None if veto is None else veto.log_tau)
+    log_tau = None if veto is None else veto.log_tau
+    return StepInputs(advantages, kept, returns, report, log_tau, sizes)
 
 
 def advantages_of(
     cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, kl_coef: float
 ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
     """Return (B, T) advantages, with a critic (B, T) returns, and what a control variate did."""
+    groups = data.group_of[list(batch.indices)]
+    rewards, removed = token_rewards_of(cfg, data, batch, kl_coef)
+    if batch.values is not None:
+        return *gae_of(cfg, rewards, batch.values, batch.mask), removed
+    return sequence_advantages(cfg, rewards, batch.mask, groups), None, removed
+
+
+def token_rewards_of(
+    cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, kl_coef: float
+) -> tuple[Tensor, dict[str, float]]:
+    """Return (B, T) token rewards less the control variate, and what that did."""
     groups = data.group_of[list(batch.indices)]
     scores, removed = _less_baseline(cfg, data, batch, groups)
     rewards = token_level_rewards(
@@ -122,9 +143,16 @@ def advantages_of(
         batch.mask,
         kl_coef=kl_coef,
     )
-    if batch.values is not None:
-        return *gae_of(cfg, rewards, batch.values, batch.mask), removed
-    return sequence_advantages(cfg, rewards, batch.mask, groups), None, removed
+    return rewards, removed
+
+
+def sizes_of(data: Trajectories, batch: Minibatch, returns: Tensor | None) -> Tensor:
+    """Return (B,) how far each response is from what was expected, in units of the reward: from the
+    critic's values, or from the mean of its prompt's responses."""
+    if batch.values is not None and returns is not None:
+        return masked_mean((returns - batch.values).abs(), batch.mask, dim=1)
+    groups = data.group_of[list(batch.indices)]
+    return group_statistics(data.rewards[list(batch.indices)], groups).centred.abs()
 
 
 def _less_baseline(

@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from tasks.backends.ppo_batches import Minibatch
+from tasks.backends.ppo_sampling import check_subsets, distances, margins
 from tasks.backends.ppo_step import (
     SequenceVeto,
     StepState,
@@ -24,7 +26,7 @@ from tasks.backends.roles import Row
 from tasks.backends.trajectories import Trajectories
 from tasks.config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
 from tasks.config_sampler import SequenceThresholdConfig
-from tasks.errors import TrainingError
+from tasks.errors import ConfigError, TrainingError
 
 # Two prompts with two responses each, of 2, 1, 1 and 2 tokens; the score stands at the last token.
 MASK = torch.tensor([[1, 1], [1, 0], [1, 0], [1, 1]], dtype=torch.bool)
@@ -180,3 +182,35 @@ def test_a_prioritised_draw_is_corrected() -> None:
     plain = prepare_step(OfflinePPOConfig(), DATA, BATCH, StepState(0.0)).advantages
     corrected = prepare_step(OfflinePPOConfig(), DATA, twice, StepState(0.0)).advantages
     assert torch.equal(corrected, plain * torch.tensor([[2.0], [2.0], [1.0], [1.0]]))
+
+
+def test_sizes_are_distances_from_the_prompts_mean_whatever_the_draw() -> None:
+    # Rewards 1 and 3, 2 and 6: one and two from their means, in units of the reward.
+    twice = dataclasses.replace(BATCH, corrections=torch.tensor([3.0, 3.0, 1.0, 1.0]))
+    for batch in (BATCH, twice):
+        sizes = prepare_step(OfflinePPOConfig(), DATA, batch, StepState(0.0)).sizes
+        assert sizes is not None and sizes.tolist() == [1.0, 1.0, 2.0, 2.0]
+    assert distances(DATA) == [1.0, 2.0]
+    assert margins(DATA) == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "unread"),
+    [
+        ({"policy_loss": "topr", "filters": {"sequence": {"mode": "fixed"}}}, "filters.sequence"),
+        ({"policy_loss": "dpo", "sampler": {"priority": "margin"}}, "sampler.priority"),
+        ({"policy_loss": "dpo", "candidates": {"per_prompt": 1}}, "candidates.per_prompt"),
+        ({"policy_loss": "dpo", "advantage": {"estimator": "gae"}}, "advantage.estimator gae"),
+    ],
+)
+def test_what_a_loss_would_not_read_is_refused(changes: dict[str, object], unread: str) -> None:
+    with pytest.raises(ValidationError, match=f"does not use {unread}"):
+        OfflinePPOConfig.model_validate(changes)
+
+
+def test_weights_of_unknown_subsets_are_refused() -> None:
+    cfg = OfflinePPOConfig.model_validate(
+        {"sampler": {"stratify": True, "subset_weights": {"helpfull": 2.0}}}
+    )
+    with pytest.raises(ConfigError, match=r"helpfull.*helpful"):
+        check_subsets(cfg, {"helpful", "harmless"})
