@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.monitor import RunMonitor, StageOutcome, summary_of
-from flows.results import chain_rows
+from flows.results import STOPPED, chain_rows
 from tasks.config import TrackingConfig
 from tasks.lineage import LineageNode
 from tasks.workspace import Workspace
@@ -22,8 +22,7 @@ def print_result(console: Console, monitor: RunMonitor) -> None:
     outcomes = monitor.outcomes
     table = Table("stage", "state", "seconds", "metrics", title="rlhf run", title_justify="left")
     for row in chain_rows(outcomes):
-        colour = "cyan" if row["state"] == "reused" else "green"
-        state = f"[{colour}]{row['state']}[/]"
+        state = f"[{_colour(row['state'])}]{row['state']}[/]"
         table.add_row(row["stage"], state, row["seconds"], row["metrics"])
     console.print(table)
     reused = [stage for stage, outcome in outcomes.items() if outcome.reused]
@@ -33,6 +32,12 @@ def print_result(console: Console, monitor: RunMonitor) -> None:
         console.print(f"Reused: {', '.join(reused)}.")
     print_demo(console, outcomes)
     print_cost(console, monitor)
+
+
+def _colour(state: str) -> str:
+    if STOPPED in state:
+        return "yellow"
+    return "cyan" if state == "reused" else "green"
 
 
 def print_ablation(console: Console, workspace: Workspace, monitor: RunMonitor) -> None:

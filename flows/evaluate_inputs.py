@@ -62,8 +62,9 @@ def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
     files = {}
     for name, (path, field) in evaluate_files(cfg, workspace).items():
         files[name] = _existing(path, field)
-    if "questions" in files:
-        questions = read_questions(files["questions"])[: cfg.max_questions]
+    if "questions" in files or cfg.answers.files:
+        path = files["questions"] if "questions" in files else demo_questions(workspace)
+        questions = read_questions(path)[: cfg.max_questions]
         for name in cfg.answers.files:
             answers_to(files[f"answers.{name}"], questions)
     if "references" in files:
@@ -74,6 +75,13 @@ def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
         read_key(cfg.judging.endpoint.api_key_env)
     if cfg.answers.backend == "openai":
         read_key(cfg.answers.endpoint.api_key_env)
+
+
+def demo_questions(workspace: Workspace) -> Path:
+    """Write the demo world's questions, the same bytes every time, and return their file."""
+    from tasks.demo.questions import write_questions
+
+    return Path(write_questions(workspace.cache_dir / "demo-questions.jsonl"))
 
 
 def _existing(path: Path, field: str) -> Path:

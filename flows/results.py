@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from flows.monitor import StageOutcome
 from tasks.artifacts import read_manifest
@@ -14,13 +15,23 @@ def chain_rows(outcomes: Mapping[str, StageOutcome]) -> list[dict[str, str]]:
     return [
         {
             "stage": stage,
-            "state": "reused" if outcome.reused else "ran",
+            "state": state_of(outcome),
             "seconds": f"{outcome.seconds:.1f}",
             "metrics": key_metrics(outcome),
             "artifact": outcome.artifact,
         }
         for stage, outcome in outcomes.items()
     ]
+
+
+STOPPED: Final = "stopped by a guard"
+
+
+def state_of(outcome: StageOutcome) -> str:
+    """Return whether a stage ran, and whether a guard ended its training before the last step."""
+    state = "reused" if outcome.reused else "ran"
+    metrics = read_manifest(Path(outcome.artifact)).metrics
+    return f"{state}, {STOPPED}" if metrics.get("stopped_by_guard") == 1.0 else state
 
 
 # What people look for first in a stage; without any of them, its first metrics are shown.

@@ -108,8 +108,21 @@ def score_judgments(request: JudgmentRequest) -> JudgmentScores:
     if request.baseline is not None and kept:
         result.differences = differences(kept, request.baseline)
     models = sorted({name for j in kept_pairs for name in (j.model_1, j.model_2)})
+    if request.baseline is not None and not kept:
+        _check_baseline(request.baseline, models, result.annotations)
     result.pairs = sorted((summarize_pairs(kept_pairs, name) for name in models), key=_pair_order)
     return result
+
+
+def _check_baseline(
+    baseline: str, models: Sequence[str], annotations: Sequence[AnnotationScore]
+) -> None:
+    annotated = {name for row in annotations for name in (row.model, row.baseline)}
+    known = sorted({*models, *annotated})
+    if baseline not in known:
+        raise DataError(
+            f"No judgment of the baseline {baseline!r}", f"one of {', '.join(known)}", "name it"
+        )
 
 
 def _differs(score: Score) -> bool:

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from tasks.config_shared import PositiveInt, Section, Seed
 
 BASE: Final = "base"
+SEED: Final = "seed"
 MethodName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
 Overrides = dict[str, JsonValue]
 Location = tuple[str | int, ...]
@@ -29,6 +30,15 @@ class MethodConfig(Section):
     grid: tuple[Overrides, ...] = Field(
         ({},), min_length=1, description="Settings to choose from, each laid over `overrides`."
     )
+
+    @model_validator(mode="after")
+    def _check_seed(self) -> Self:
+        if any(SEED in overrides for overrides in (self.overrides, *self.grid)):
+            raise ValueError(
+                f"{SEED!r} is no override: all settings run on ablation.tuning_seeds, the best of "
+                "each method on ablation.seeds"
+            )
+        return self
 
     def values(self, index: int) -> Overrides:
         """Return all overrides of one setting, counted from 0."""

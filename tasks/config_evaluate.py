@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Final, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -19,6 +19,8 @@ from tasks.config_shared import (
 )
 
 CHAIN_MODELS = ("base", "policy", "student")
+PAIR_FILE: Final = "pair"
+_LONGEST_NAME_BYTES: Final = 200
 
 
 def checked_address(value: str) -> str:
@@ -39,6 +41,13 @@ def checked_address(value: str) -> str:
     if not is_complete:
         raise ValueError(f"{value!r} is not http://host/... or https://host/...")
     return value.rstrip("/")
+
+
+def _is_file_name(name: str) -> bool:
+    """Tell whether answers and judgments of a model can be in files of its name."""
+    is_plain = name.isprintable() and not {"/", "\\"} & set(name)
+    is_named = bool(name.strip()) and name not in (".", "..")
+    return is_plain and is_named and len(name.encode()) <= _LONGEST_NAME_BYTES
 
 
 class EndpointConfig(Section):
@@ -66,6 +75,13 @@ class EndpointConfig(Section):
     max_tokens: PositiveInt | None = setting(
         None, description="Budget of prompt and completion tokens together."
     )
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _check_variable(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("names no variable; null is for a server that asks for no key")
+        return value
 
     @field_validator("base_url")
     @classmethod
@@ -118,6 +134,14 @@ class AnswersConfig(Section):
         32, description="Questions generated together; what a kill loses at most."
     )
 
+    @field_validator("served", "files")
+    @classmethod
+    def _check_names(cls, value: dict[str, str]) -> dict[str, str]:
+        for name in value:
+            if not _is_file_name(name):
+                raise ValueError(f"the name {name!r} cannot be the name of a file, without slashes")
+        return value
+
     @field_validator("addresses")
     @classmethod
     def _check_addresses(cls, value: dict[str, str]) -> dict[str, str]:
@@ -144,6 +168,12 @@ class GateConfig(Section):
     max_regression: float | None = Field(
         None, ge=0.0, description="How far below the base the score may be on the same questions."
     )
+    min_coverage: float = Field(
+        0.9,
+        ge=0.0,
+        le=1.0,
+        description="Share of the judgments behind each compared figure that have a score.",
+    )
 
 
 class EvaluateConfig(StageConfig):
@@ -160,7 +190,7 @@ class EvaluateConfig(StageConfig):
     gate: GateConfig = GateConfig()
     max_questions: PositiveInt | None = None
     generation: GenerationConfig = GenerationConfig()
-    category_temperatures: dict[str, float] = Field(
+    category_temperatures: dict[str, Annotated[float, Field(ge=0.0)]] = Field(
         {
             "writing": 0.7,
             "roleplay": 0.7,
@@ -200,6 +230,8 @@ class EvaluateConfig(StageConfig):
             raise ValueError(f"answers.addresses names {unserved}, which answers.served does not")
         if answers.backend != "openai" and answers.served:
             raise ValueError("answers.served needs answers.backend 'openai'")
+        if self.judging.pairwise and PAIR_FILE in {*answers.files, *answers.served}:
+            raise ValueError(f"a model is named {PAIR_FILE!r}, which is the file of comparisons")
         taken = sorted(set(answers.files) & {*CHAIN_MODELS, *answers.served})
         if taken:
             raise ValueError(f"answers.files names {taken}, which answer for themselves")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,6 @@ from tasks.backends.answering import (
     AnswerPlan,
     EndpointAnswerer,
     LocalAnswerer,
-    answer_prompts,
-    answer_questions,
 )
 from tasks.backends.chat_endpoint import ChatEndpoint, Usage
 from tasks.backends.eval_inputs import (
@@ -34,6 +33,7 @@ from tasks.backends.eval_inputs import (
     given_answers,
     language_judge,
     store_of,
+    usage_in,
 )
 from tasks.backends.grading import GradingPlan, grade
 from tasks.backends.heard import Heard, held_out_scores, reward_judgments
@@ -41,6 +41,7 @@ from tasks.backends.judging import Judge
 from tasks.backends.reward_scoring import RewardScorer
 from tasks.backends.session import open_session
 from tasks.backends.speaking import Prompt, Speaker
+from tasks.backends.stored_answers import answer_prompts, answer_questions
 from tasks.backends.trajectories import response_rows
 from tasks.config import EvaluateConfig
 from tasks.context import StageContext
@@ -180,19 +181,20 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
         cfg.answers.batch_questions,
         cfg.seed,
     )
-    store = store_of(asked.ctx, "answers")
     names = list(cfg.answers.served) if cfg.answers.backend == "openai" else list(models)
     heard = {}
-    # One budget for all models.
-    usage = Usage()
-    for index, name in enumerate(names):
-        log.progress(index, len(names), f"{name} answers")
-        answerer = _answerer(asked, name, models, usage)
-        prompts = asked.held_out.prompts
-        said = answer_prompts(answerer, prompts, cfg.generation.temperature, cfg.seed)
-        heard[name] = Heard(name, answer_questions(name, answerer, plan, store), said)
-        _tell_limits(asked.ctx, heard[name])
-    store.close()
+    with (
+        closing(store_of(asked.ctx, "answers")) as answers,
+        closing(store_of(asked.ctx, "held_out")) as held_out,
+    ):
+        # One budget for all models and all runs.
+        usage = usage_in(answers, held_out)
+        for index, name in enumerate(names):
+            log.progress(index, len(names), f"{name} answers")
+            answerer = _answerer(asked, name, models, usage)
+            said = answer_prompts(name, answerer, asked.held_out.prompts, plan, held_out)
+            heard[name] = Heard(name, answer_questions(name, answerer, plan, answers), said)
+            _tell_limits(asked.ctx, heard[name])
     log.progress(len(names), len(names), "answered")
     return heard
 
@@ -238,9 +240,8 @@ def _judge(
         BASELINE if judging.pairwise else None,
         asked.cfg.seed,
     )
-    store = store_of(asked.ctx, "judgments")
-    graded = grade(judge, plan, store, lambda done, n: log.progress(done, n, "judgments"))
-    store.close()
+    with closing(store_of(asked.ctx, "judgments")) as store:
+        graded = grade(judge, plan, store, lambda done, n: log.progress(done, n, "judgments"))
     failed = failure_counts(graded.scores)
     if failed:
         log.event("judgments.failed", f"{sum(failed.values())} judgments failed: {failed}")

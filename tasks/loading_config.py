@@ -19,7 +19,9 @@ from tasks.errors import ConfigError, MissingInputError
 
 SHARED_KEYS = ("seed", "runtime", "rendering")
 EXTENDS = "extends"
-PACKAGED_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+PACKAGED_CONFIGS = PROJECT_ROOT / "configs"
+FUNCTION_PATH = "reward.function_path"
 _MAX_PROBLEMS = 8
 _UNION_MEMBER = re.compile(r"(int|float|str|bool)$|(literal|tuple|function-\w+)\[|[A-Z]\w*Config$")
 
@@ -137,6 +139,7 @@ def _read_extended(path: Path, above: tuple[Path, ...] = ()) -> tuple[Tree, Plac
             f"{path} extends itself: {circle}", "an end", f"remove one of the `{EXTENDS}`"
         )
     tree, lines = _read_yaml(path)
+    tree = _with_found_functions(tree, path.parent)
     places = {location: f"{path}, line {line}" for location, line in lines.items()}
     if EXTENDS not in tree:
         return tree, places
@@ -160,6 +163,40 @@ def _extended_file(name: object, path: Path, where: str) -> Path:
         return find_config(name)
     except MissingInputError as error:
         raise MissingInputError(f"{where}: {error.found}", error.expected, error.fix) from None
+
+
+def _with_found_functions(tree: Tree, directory: Path) -> Tree:
+    """Return the tree with the reward functions that the file names where they are.
+
+    Both ``offline_ppo.reward.function_path`` and the overrides of an ablation count.
+
+    Args:
+        directory: of the file.
+    """
+
+    def walk(node: Any, name: str) -> Any:
+        if isinstance(node, dict):
+            return {key: walk(value, f"{name}.{key}") for key, value in node.items()}
+        if isinstance(node, list):
+            return [walk(value, name) for value in node]
+        is_path = isinstance(node, str) and f".{name}".endswith(f".{FUNCTION_PATH}")
+        return _found_file(node, directory) if is_path else node
+
+    return {
+        key: walk(value, key) if key in ("offline_ppo", "ablation") else value
+        for key, value in tree.items()
+    }
+
+
+def _found_file(name: str, directory: Path) -> str:
+    """Return a relative path that leads nowhere from here as one from the config file's directory
+    or from the project's root, where there is such a file."""
+    path = Path(name).expanduser()
+    if not path.is_absolute() and not path.is_file():
+        for root in (directory, PROJECT_ROOT):
+            if (root / path).is_file():
+                return str((root / path).resolve())
+    return name
 
 
 def _read_yaml(path: Path) -> tuple[Tree, dict[Location, int]]:

@@ -9,10 +9,12 @@ import pytest
 import yaml
 
 from flows.ablation_plan import Clock, Job, check_ablation, final_jobs, tuning_jobs
+from flows.raw_sources import raw_sources, result_fields
 from tasks.config import AblationConfig, OfflinePPOConfig, PipelineConfig
 from tasks.config_ablation import label_of, with_overrides
 from tasks.errors import ConfigError, MissingInputError
 from tasks.loading_config import find_config, known_keys, load_config
+from tasks.workspace import Workspace
 
 RATES: list[dict[str, Any]] = [
     {"optimizer.learning_rate": 1e-4},
@@ -97,6 +99,12 @@ def test_a_dotted_name_replaces_a_value_as_on_the_command_line() -> None:
         ("ppo", {"grd": RATES}, ("unknown key", "did you mean 'grid'", "line 4")),
         ("no name", {"grid": RATES}, ("no name", "pattern")),
         ("base", {"grid": RATES}, ("named 'base'",)),
+        (
+            "ppo",
+            {"overrides": {"seed": 7}, "grid": RATES},
+            ("methods.ppo: 'seed' is no override", "ablation.tuning_seeds", "line 3"),
+        ),
+        ("ppo", {"grid": [RATES[0], {"seed": 1}]}, ("methods.ppo: 'seed' is no override",)),
     ],
 )
 def test_a_method_that_cannot_run_is_named(
@@ -132,6 +140,63 @@ def test_a_reward_function_that_is_not_there_is_refused_before_any_work(tmp_path
     cfg = load_config(_write(tmp_path, section))
     with pytest.raises(MissingInputError, match=r"/nowhere/reward\.py"):
         check_ablation(cfg)
+
+
+def _paths(cfg: PipelineConfig) -> list[str | None]:
+    assert cfg.ablation is not None
+    found = cfg.ablation.resolve(cfg.offline_ppo).values()
+    return [cfg.offline_ppo.reward.function_path, *(c.reward.function_path for c in found)]
+
+
+def test_a_reward_function_is_found_beside_the_file_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    function = there / "reward.py"
+    function.write_text("def reward_fn(): return 1\n")
+    nested = {"components": {"function": 1.0}, "function_path": "reward.py"}
+    grid = [RATES[0], {**RATES[1], "reward": nested}]
+    section = _section()
+    section["methods"] = {"ppo": {"overrides": {"reward.function_path": "reward.py"}, "grid": grid}}
+    path = _write(there, section)
+    below = there / "below.yaml"
+    below.write_text(
+        "offline_ppo: {reward: {components: {function: 1.0}, function_path: reward.py}}"
+    )
+    path.write_text(f"extends: below.yaml\n{path.read_text()}")
+    assert _paths(load_config(path)) == [str(function)] * 3
+    # A value of the command line is one from here, as are the names of files that are nowhere.
+    overridden = load_config(path, ["offline_ppo.reward.function_path=reward.py"])
+    assert _paths(overridden)[0] == "reward.py"
+    below.write_text(below.read_text().replace("reward.py", "absent.py"))
+    assert _paths(load_config(path))[0] == "absent.py"
+    # What is here goes first.
+    (here / "reward.py").write_text("def reward_fn(): return 2\n")
+    assert _paths(load_config(path))[1:] == ["reward.py"] * 2
+
+
+def test_the_packaged_ablation_finds_its_reward_function_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workspace: Workspace
+) -> None:
+    at_home = load_config(find_config("demo_ablation"))
+    monkeypatch.chdir(tmp_path)
+    away = load_config(find_config("demo_ablation"))
+    check_ablation(away)
+    assert at_home.ablation is not None and away.ablation is not None
+    (here,), (there,) = (
+        [c for c in cfg.ablation.resolve(cfg.offline_ppo).values() if c.reward.function_path][:1]
+        for cfg in (at_home, away)
+        if cfg.ablation is not None
+    )
+    assert here.reward.function_path != there.reward.function_path
+    # Where the file lies does not change what a stage is.
+    assert result_fields(here) == result_fields(there)
+    monkeypatch.chdir(Path(__file__).parent.parent)
+    fingerprints = {raw_sources(c, workspace)["reward_function"].fingerprint for c in (here, there)}
+    assert len(fingerprints) == 1
 
 
 def test_without_the_section_there_is_no_ablation() -> None:

@@ -27,11 +27,36 @@ SERVED = {"base": "b", "policy": "p", "student": "s"}
         ({"answers": {"addresses": {"base": "http://user:secret@h"}}}, "user name or password"),
         ({"gate": {"min_win_rate": 1.5}}, "min_win_rate"),
         ({"gate": {"max_regression": -1}}, "max_regression"),
+        ({"gate": {"min_coverage": 1.1}}, "min_coverage"),
+        *(
+            ({"answers": {"files": {name: "x.jsonl"}}}, r"cannot be the name of a file")
+            for name in ("", ".", "..", "a/b", "../a", "a\\b", "a\n", "a\0", " ", "a" * 201)
+        ),
+        (
+            {"answers": {"backend": "openai", "served": {**SERVED, "../x": "m"}}},
+            r"'\.\./x' cannot be the name of a file",
+        ),
+        (
+            {
+                "answers": {"files": {"pair": "x.jsonl"}},
+                "judge": "openai",
+                "judging": {"pairwise": True, "endpoint": {"model": "m"}},
+            },
+            "named 'pair', which is the file of comparisons",
+        ),
+        ({"judging": {"endpoint": {"api_key_env": ""}}}, "names no variable; null is for"),
+        ({"answers": {"endpoint": {"api_key_env": " "}}}, "names no variable; null is for"),
+        ({"category_temperatures": {"math": -1}}, "category_temperatures.math"),
     ],
 )
 def test_what_cannot_work_is_refused(section: dict[str, Any], found: str) -> None:
     with pytest.raises(ValueError, match=found):
         EvaluateConfig.model_validate(section)
+
+
+def test_names_of_models_may_be_any_names_of_files() -> None:
+    names = ("gpt-4", "llama3:8b", "größer", "...", "-a", "my model (2)")
+    assert set(AnswersConfig(files=dict.fromkeys(names, "x")).files) == set(names)
 
 
 def test_each_name_may_have_a_server_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,24 @@ def test_stage_that_failed_goes_on_where_it_was(run: Run) -> None:
     assert [s["valid"] for s in found.report["questions"].values()] == [8, 8, 8]
 
 
+def test_judge_that_breaks_down_is_no_finished_evaluation(run: Run) -> None:
+    n_answered = 10
+
+    def script(content: str, nth: int) -> Act:
+        is_up = len(judge.seen) <= n_answered
+        return _rate(content, nth) if is_up else Act(status=503, body="overloaded")
+
+    with chat_server(script) as judge:
+        one_by_one = {"endpoint": {"max_concurrency": 1, "attempts": 1}}
+        with pytest.raises(ClusterError, match=r"14 of 24 judgments were lost; .*HTTP 503"):
+            run(judge, judging=one_by_one, seed=13)
+        n_answered = 1000
+        judge.seen.clear()
+        found = run(judge, judging=one_by_one, seed=13)
+        assert len(judge.seen) == 14
+    assert [s["coverage"] for s in found.report["questions"].values()] == [1.0] * 3
+
+
 def test_bad_input_is_refused_before_anything_is_asked(
     run: Run, server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,20 +205,31 @@ def test_answers_and_judge_by_a_server_and_real_questions(run: Run, shared_data:
 
     with chat_server(script) as server:
         endpoint = {"base_url": server.url, "api_key_env": None}
-        found = run(
-            server,
-            questions=str(folder / "question.jsonl"),
-            max_questions=None,
-            judging={
+        changes: dict[str, Any] = {
+            "questions": str(folder / "question.jsonl"),
+            "max_questions": None,
+            "judging": {
                 "prompts": str(folder / "judge_prompts.jsonl"),
                 "references": str(folder / "reference_answer_gpt-4.jsonl"),
             },
-            answers={
+            "answers": {
                 "backend": "openai",
                 "endpoint": endpoint,
                 "served": {name: f"{name}-model" for name in MODELS},
             },
-        )
+        }
+        # In the middle of the held-out prompts, and of the questions.
+        for n_requests in (5, 50):
+            budget = {"answers": {"endpoint": {"max_requests": n_requests}}}
+            with pytest.raises(ClusterError, match=f"The budget of {n_requests} requests"):
+                run(server, **merge(changes, budget))
+            assert len(server.seen) == n_requests
+        found = run(server, **changes)
+    n_asked = Counter(seen.payload["model"] for seen in server.seen)
+    # 12 held-out prompts and 80 questions of two turns, none of them twice but for a second turn
+    # that the budget did not allow: at most 16 conversations were under way.
+    assert n_asked["policy-model"] == n_asked["student-model"] == 12 + 160
+    assert 12 + 160 <= n_asked["base-model"] <= 12 + 160 + 16
     report = found.report
     assert report["n_questions"] == 80 and len(report["questions"]["base"]["categories"]) == 8
     assert report["questions"]["student"]["mean"] == 8.0

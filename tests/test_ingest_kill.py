@@ -6,10 +6,12 @@ import gzip
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +117,7 @@ def test_the_number_of_processes_changes_no_byte(
 
 
 KILLED = """
-import json, sys
+import json, os, sys, traceback
 from pathlib import Path
 from tasks.artifacts import Draft
 from tasks.config import IngestConfig
@@ -131,31 +133,68 @@ class Log:
     def event(self, name, message): ...
     def file(self, path, directory=""): ...
 
-home = Path(sys.argv[1])
-cfg = IngestConfig(**json.loads(sys.argv[2]), workers=2, rows_per_group=200,
-                   max_quarantine_share=1.0)
+def ingest(home, fields):
+    cfg = IngestConfig(**fields, workers=2, rows_per_group=200, max_quarantine_share=1.0)
+    draft = Draft("preference_dataset", "ingest", "f" * 64, config={})
+    ctx = StageContext(stage="ingest", fingerprint="f" * 64, workspace=Workspace(home),
+                       checkpoint_dir=home / "checkpoints", artifacts_dir=home / "data",
+                       draft=draft, log=Log())
+    files = [file for source in source_configs(cfg) for file in find_files(source)]
+    stage.ingest_pairs(ctx, cfg, files)
+
 chunk_sources.CHUNK_BYTES = 2**17
 stage._SMALL_SOURCE_BYTES = 0
-draft = Draft("preference_dataset", "ingest", "f" * 64, config={})
-ctx = StageContext(stage="ingest", fingerprint="f" * 64, workspace=Workspace(home),
-                   checkpoint_dir=home / "checkpoints", artifacts_dir=home / "data",
-                   draft=draft, log=Log())
-files = [file for source in source_configs(cfg) for file in find_files(source)]
-print("ready", flush=True)
-stage.ingest_pairs(ctx, cfg, files)
-print("done", flush=True)
+# A process for each run, without the seconds that the imports take.
+for line in sys.stdin:
+    home, fields = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            ingest(Path(home), fields)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
-def _start(home: Path, fields: dict[str, Any]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(home), json.dumps(fields)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    return process
+class _Runs:
+    """Starts runs, one after another, each in a process of its own."""
+
+    def __init__(self) -> None:
+        self.parent = subprocess.Popen(
+            [sys.executable, "-c", KILLED],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, home: Path, fields: dict[str, Any]) -> psutil.Process:
+        """Return the process that has just started."""
+        assert self.parent.stdin is not None
+        print(json.dumps([str(home), fields]), file=self.parent.stdin, flush=True)
+        return psutil.Process(self._number())
+
+    def wait(self) -> int:
+        """Return the exit code of the run, negative for a signal."""
+        return self._number()
+
+    def _number(self) -> int:
+        assert self.parent.stdout is not None
+        return int(self.parent.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[_Runs]:
+    found = _Runs()
+    yield found
+    found.parent.kill()
+    found.parent.wait()
 
 
 def _complete(home: Path) -> list[PreferenceDataset]:
@@ -167,28 +206,30 @@ def _complete(home: Path) -> list[PreferenceDataset]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_kill_at_any_moment_leaves_nothing_that_looks_complete(
-    shape: str, tmp_path: Path
+    shape: str, tmp_path: Path, runs: _Runs
 ) -> None:
     fields = config_of(shape, tmp_path / "sources")
-    process = _start(tmp_path / "whole", fields)
+    runs.start(tmp_path / "whole", fields)
     started = time.monotonic()
-    assert process.wait(120) == 0
+    assert runs.wait() == 0
     seconds = time.monotonic() - started
     (right,) = _complete(tmp_path / "whole")
     home = tmp_path / "killed"
     moments = random.Random(SHAPES.index(shape))
     workers: list[psutil.Process] = []
     for number in range(KILLS[shape]):
-        process = _start(home, fields)
+        process = runs.start(home, fields)
         # A random moment of each part of the run, so that every phase has its turn.
         time.sleep(seconds * (number + moments.random()) / KILLS[shape])
-        workers += psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        process.wait()
+        with suppress(psutil.NoSuchProcess):
+            workers += process.children(recursive=True)
+            process.kill()
+        assert runs.wait() in (-signal.SIGKILL, 0)
         for dataset in _complete(home):
             assert dataset.manifest.files == right.manifest.files
     before = len(_complete(home))
-    assert _start(home, fields).wait(120) == 0
+    runs.start(home, fields)
+    assert runs.wait() == 0
     found = _complete(home)
     assert len(found) == before + 1
     assert all(dataset.manifest.files == right.manifest.files for dataset in found)

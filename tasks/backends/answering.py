@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
-from tasks.backends.chat_endpoint import ChatEndpoint, ChatReply, ChatRequest
+from tasks.backends.chat_endpoint import ChatEndpoint, ChatRequest
 from tasks.backends.judging import ask_all, run_async
 from tasks.backends.roles import Row
 from tasks.backends.speaking import Prompt, Speaker
 from tasks.config import GenerationConfig
 from tasks.data.hh import Message
-from tasks.data.line_store import LineStore
 from tasks.data.questions import ModelAnswer, Question, temperature_for
 from tasks.data.rendering import Renderer, ResponseTooLong
 from tasks.errors import ClusterError
@@ -32,12 +31,17 @@ class Said:
         token_ids: as generated; None where only the text is known.
         truncated: whether it ended at the length limit.
         shortened: turns of the prompt that lost text to the length limit.
+        failure: why there is no response, empty where there is one.
+        requests, tokens: what it cost on a server.
     """
 
     text: str
     token_ids: tuple[int, ...] | None = None
     truncated: bool = False
     shortened: int = 0
+    failure: str = ""
+    requests: int = field(default=0, compare=False)
+    tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,11 @@ class Answered:
     said: tuple[Said, Said]
     tstamp: float = 0.0
 
+    @property
+    def failure(self) -> str:
+        """Why an answer is missing, empty where both are there."""
+        return self.said[0].failure or self.said[1].failure
+
     def as_answer(self, model: str) -> ModelAnswer:
         """Return it in FastChat's terms."""
         first, second = self.said
@@ -130,12 +139,13 @@ class Answerer(Protocol):
     def answer(
         self, asked: Sequence[Asked], seed: int, done: Callable[[Asked, Said], None]
     ) -> None:
-        """Answer prompts in any order; ``done`` is called for each, one at a time."""
+        """Answer prompts in any order; ``done`` is called for each, one at a time, with a failure
+        for those that are left without an answer before that is raised."""
 
     def converse(
         self, questions: Sequence[Question], plan: AnswerPlan, done: Callable[[Answered], None]
     ) -> None:
-        """Answer both turns of questions; ``done`` is called for each, one at a time."""
+        """Answer both turns of questions; ``done`` is called as in `answer`."""
 
 
 class LocalAnswerer:
@@ -202,13 +212,12 @@ class EndpointAnswerer:
     ) -> None:
         """Answer each prompt by itself."""
 
-        async def ask(one: Asked) -> ChatReply:
+        async def ask(one: Asked) -> Said:
             return await self._ask(one, seed)
 
-        def take(one: Asked, reply: ChatReply) -> str:
-            if not reply.failure:
-                done(one, _said(reply))
-            return reply.failure
+        def take(one: Asked, said: Said) -> str:
+            done(one, said)
+            return said.failure
 
         self._all(asked, ask, take)
 
@@ -217,24 +226,23 @@ class EndpointAnswerer:
     ) -> None:
         """Answer both turns of each question by itself."""
 
-        async def ask(question: Question) -> tuple[ChatReply, ChatReply]:
+        async def ask(question: Question) -> Answered:
             key, temperature = question.question_id, plan.temperature(question)
             first = await self._ask(Asked(key, opening(question), temperature), plan.seed)
-            if first.failure:
-                return first, first
-            prompt = follow_up(question, first.text.strip())
-            return first, await self._ask(Asked(key, prompt, temperature), plan.seed + 1)
+            second = Said("", failure=first.failure)
+            if not first.failure:
+                prompt = follow_up(question, first.text)
+                second = await self._ask(Asked(key, prompt, temperature), plan.seed + 1)
+            return Answered(question, (first, second), time.time())
 
-        def take(question: Question, replies: tuple[ChatReply, ChatReply]) -> str:
-            first, second = replies
-            if not second.failure:
-                done(Answered(question, (_said(first), _said(second)), time.time()))
-            return second.failure
+        def take(question: Question, answered: Answered) -> str:
+            done(answered)
+            return answered.failure
 
         self._all(questions, ask, take)
 
-    async def _ask(self, one: Asked, seed: int) -> ChatReply:
-        return await self.endpoint.ask(
+    async def _ask(self, one: Asked, seed: int) -> Said:
+        reply = await self.endpoint.ask(
             ChatRequest(
                 one.prompt,
                 one.temperature,
@@ -242,6 +250,13 @@ class EndpointAnswerer:
                 mixed_seed(seed, one.key),
                 self.cfg.top_p,
             )
+        )
+        return Said(
+            reply.text.strip(),
+            truncated=reply.truncated,
+            failure=reply.failure,
+            requests=reply.attempts,
+            tokens=reply.tokens,
         )
 
     def _all(
@@ -268,38 +283,6 @@ class EndpointAnswerer:
             )
 
 
-def _said(reply: ChatReply) -> Said:
-    return Said(reply.text.strip(), truncated=reply.truncated)
-
-
-def answer_questions(
-    name: str,
-    answerer: Answerer,
-    plan: AnswerPlan,
-    store: LineStore,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Answered]:
-    """Answer the questions that the store lacks, each stored once both its turns are there.
-
-    Raises:
-        RlhfError: the backend cannot go on; what was answered stays in the store.
-    """
-    known = _known(name, plan.questions, store)
-
-    def take(found: Answered) -> None:
-        if found.question.question_id not in known:
-            store.append(_row(name, found))
-            known[found.question.question_id] = found
-            progress(len(known), len(plan.questions))
-
-    progress(len(known), len(plan.questions))
-    for batch in plan.batches() if answerer.draws_together else [list(plan.questions)]:
-        missing = [question for question in batch if question.question_id not in known]
-        if missing:
-            answerer.converse(batch if answerer.draws_together else missing, plan, take)
-    return [known[question.question_id] for question in plan.questions]
-
-
 def opening(question: Question) -> Prompt:
     """Return the prompt of the first turn."""
     return (Message("user", question.turns[0]),)
@@ -311,47 +294,7 @@ def follow_up(question: Question, answer: str) -> Prompt:
     return (Message("user", first), Message("assistant", answer), Message("user", second))
 
 
-def answer_prompts(
-    answerer: Answerer, prompts: Sequence[Prompt], temperature: float, seed: int
-) -> list[Said]:
-    """Answer held-out prompts, in their order."""
-    found: dict[int, Said] = {}
-    asked = [Asked(index, prompt, temperature) for index, prompt in enumerate(prompts)]
-    answerer.answer(asked, seed, lambda one, said: found.__setitem__(one.key, said))
-    return [found[index] for index in range(len(prompts))]
-
-
 def mixed_seed(seed: int, key: int) -> int:
     """Return a seed for one of many draws, which does not depend on the others."""
     digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
     return int.from_bytes(digest[:8]) % _SEEDS
-
-
-def _row(name: str, answered: Answered) -> dict[str, Any]:
-    said = answered.said
-    return {
-        "model_id": name,
-        "question_id": answered.question.question_id,
-        "turns": [one.text for one in said],
-        "token_ids": [None if one.token_ids is None else list(one.token_ids) for one in said],
-        "truncated": [one.truncated for one in said],
-        "shortened": [one.shortened for one in said],
-        "tstamp": answered.tstamp,
-    }
-
-
-def _known(name: str, questions: Sequence[Question], store: LineStore) -> dict[int, Answered]:
-    by_id = {question.question_id: question for question in questions}
-    found = {}
-    for row in store.rows:
-        question = by_id.get(row["question_id"])
-        if row["model_id"] != name or question is None:
-            continue
-        first, second = (
-            Said(text, None if ids is None else tuple(ids), truncated, shortened)
-            for text, ids, truncated, shortened in zip(
-                row["turns"], row["token_ids"], row["truncated"], row["shortened"], strict=True
-            )
-        )
-        found[question.question_id] = Answered(question, (first, second), row["tstamp"])
-    return found

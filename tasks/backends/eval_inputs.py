@@ -74,9 +74,8 @@ def language_judge(ctx: StageContext, cfg: EvaluateConfig) -> Judge | None:
     judging = cfg.judging
     sampling = Sampling(judging.temperature, judging.max_new_tokens, judging.rating_attempts)
     if cfg.judge == "openai":
-        # What earlier runs of this stage spent is in their judgments.
         store = store_of(ctx, "judgments")
-        used = Usage(*(sum(int(row[key]) for row in store.rows) for key in ("requests", "tokens")))
+        used = usage_in(store)
         store.close()
         return EndpointJudge(ChatEndpoint(judging.endpoint, used), sampling)
     if cfg.judge == "transformers":
@@ -90,6 +89,12 @@ def language_judge(ctx: StageContext, cfg: EvaluateConfig) -> Judge | None:
         )
         return LocalJudge(model, sampling, cfg.runtime)
     return None
+
+
+def usage_in(*stores: LineStore) -> Usage:
+    """Return what the requests behind the rows of stores cost: a budget is one over all runs."""
+    rows = [row for store in stores for row in store.rows]
+    return Usage(*(sum(int(row.get(key, 0)) for row in rows) for key in ("requests", "tokens")))
 
 
 def store_of(ctx: StageContext, name: str) -> LineStore:

@@ -16,6 +16,7 @@ from tasks.data.line_store import LineStore
 from tasks.data.pairwise import PairJudgment
 from tasks.data.questions import ModelAnswer, Question
 from tasks.data.scores import Score
+from tasks.errors import ClusterError
 
 TURNS: Final = (1, 2)
 _NOT_ASKED: Final = "not asked"
@@ -93,7 +94,11 @@ def grade(
     """Make the judgments that the store lacks, each stored as it arrives, and return all.
 
     Raises:
-        RlhfError: the judge cannot go on; what arrived stays in the store.
+        ClusterError: judgments were lost with the connection: a mean over the others would pass for
+            the whole.
+        RlhfError: the judge cannot go on.
+
+    Whatever is raised, what arrived stays in the store.
     """
     wanted = _wanted(judge.name, plan)
     known = outcomes_in(store)
@@ -112,6 +117,7 @@ def grade(
     progress(n_done, len(wanted))
     if missing:
         judge.judge(missing, done)
+    _check_complete(wanted, store)
     rows = {w.task.task_id: known.get(w.task.task_id, {}) for w in wanted}
     return Graded(
         scores=[_score(w, judge.name, rows[w.task.task_id]) for w in wanted if len(w.models) == 1],
@@ -126,6 +132,21 @@ def outcomes_in(store: LineStore) -> dict[str, dict[str, Any]]:
     """Return the judgments of a store by id, without those that the connection lost."""
     latest = {str(row["task_id"]): row for row in store.rows}
     return {key: row for key, row in latest.items() if not row.get("is_lost")}
+
+
+def _check_complete(wanted: Sequence[_Wanted], store: LineStore) -> None:
+    found = outcomes_in(store)
+    lost = {w.task.task_id for w in wanted} - found.keys()
+    if not lost:
+        return
+    failures = [row["failure"] for row in store.rows if row["task_id"] in lost]
+    raise ClusterError(
+        f"{len(lost)} of {len(wanted)} judgments were lost; the last failure: "
+        f"{failures[-1] if failures else _NOT_ASKED}",
+        "a judgment of each answer, or a refusal of the request itself",
+        "run the same command again once the judge answers: what was judged is stored, and only "
+        "what is missing is asked",
+    )
 
 
 def _wanted(judge: str, plan: GradingPlan) -> list[_Wanted]:

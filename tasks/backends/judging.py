@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tasks.algorithms.ratings import parse_rating, parse_verdict
 from tasks.backends.chat_endpoint import ChatEndpoint, ChatReply, ChatRequest
@@ -14,6 +15,7 @@ from tasks.data.hh import Message
 from tasks.data.judge_prompts import Kind
 
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +133,6 @@ class EndpointJudge:
         return JudgeOutcome(reply.text, failure, is_lost, requests, tokens)
 
 
-T = TypeVar("T")
-
-
 async def ask_all(
     endpoint: ChatEndpoint,
     items: Sequence[T],
@@ -147,23 +146,17 @@ async def ask_all(
             raised.
     """
     waiting = iter(items)
-    lock = asyncio.Lock()
-    answered: list[tuple[T, R]] = []
-
-    async def hand_over() -> None:
-        """Hand over all that has come in while the last batch was on its way to the disk."""
-        async with lock:
-            batch = answered.copy()
-            answered.clear()
-            if batch:
-                await asyncio.to_thread(_hand_all, done, batch)
+    # One thread at a time: those that wait find all that has come in meanwhile handed over.
+    turn = asyncio.Lock()
+    replies = _Replies(done)
 
     async def work() -> None:
         for item in waiting:
             if endpoint.stopped is not None:
                 return
-            answered.append((item, await ask(item)))
-            await hand_over()
+            replies.add(item, await ask(item))
+            async with turn:
+                await asyncio.to_thread(replies.hand_over)
 
     async with endpoint.open():
         workers = [asyncio.create_task(work()) for _ in range(endpoint.cfg.max_concurrency)]
@@ -172,13 +165,41 @@ async def ask_all(
         finally:
             for worker in workers:
                 worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            # What was answered is paid for, whatever ended the work.
+            replies.hand_over()
     if endpoint.stopped is not None:
         raise endpoint.stopped
 
 
-def _hand_all(done: Callable[[T, R], None], batch: Sequence[tuple[T, R]]) -> None:
-    for item, answer in batch:
-        done(item, answer)
+class _Replies(Generic[T, R]):
+    """Replies on their way to whoever wanted them."""
+
+    def __init__(self, done: Callable[[T, R], None]) -> None:
+        self._done = done
+        self._waiting: deque[tuple[T, R]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, item: T, reply: R) -> None:
+        """Keep one until the next hand-over."""
+        self._waiting.append((item, reply))
+
+    def hand_over(self) -> None:
+        """Call ``done`` for each that waits, one call at a time, from whichever thread.
+
+        Raises:
+            Exception: the first that ``done`` raised, once it was called for the others, too.
+        """
+        errors: list[Exception] = []
+        with self._lock:
+            while self._waiting:
+                item, reply = self._waiting.popleft()
+                try:
+                    self._done(item, reply)
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 def run_async(work: Coroutine[Any, Any, R]) -> R:

@@ -15,12 +15,12 @@ from tasks.backends.answering import (
     EndpointAnswerer,
     LocalAnswerer,
     Said,
-    answer_prompts,
-    answer_questions,
     mixed_seed,
 )
-from tasks.backends.chat_endpoint import ChatEndpoint
+from tasks.backends.chat_endpoint import ChatEndpoint, Usage
+from tasks.backends.eval_inputs import usage_in
 from tasks.backends.speaking import Speaker
+from tasks.backends.stored_answers import answer_prompts, answer_questions
 from tasks.config import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.line_store import LineStore
@@ -133,7 +133,8 @@ def test_length_limits_are_told(local: LocalAnswerer, tmp_path: Path) -> None:
             assert said.truncated == (local.renderer.end_of_turn_id not in said.token_ids)
             assert len(said.token_ids) <= 8
     assert any(one.as_answer("m").truncated != (False, False) for one in found)
-    (long,) = answer_prompts(local, [(Message("user", "word " * 200),)], 0.0, 0)
+    prompts = [(Message("user", "word " * 200),)]
+    (long,) = answer_prompts("m", local, prompts, plan_of(), LineStore(tmp_path / "h.jsonl"))
     assert long.shortened == 1
 
 
@@ -174,11 +175,58 @@ def test_lost_answers_are_asked_again_by_the_next_run_and_no_others(tmp_path: Pa
         answerer = EndpointAnswerer(ChatEndpoint(cfg), GenerationConfig())
         with pytest.raises(ClusterError, match=r"left 1 of 8 without .*: HTTP 500"):
             answer_questions("m", answerer, plan_of(), store)
-        assert len(store.rows) == 7
+        assert sum(not row["failure"] for row in store.rows) == 7
         broken.clear()
         server.seen.clear()
         answer_questions("m", answerer, plan_of(), store)
         assert [seen.content for seen in server.seen] == ["What is 5?", "And 5 again?"]
+
+
+def test_held_out_answers_of_a_server_are_kept_and_the_budget_spans_the_runs(
+    tmp_path: Path,
+) -> None:
+    prompts = [(Message("user", f"Held out {n}."),) for n in range(12)]
+    refused: list[str] = ["Held out 4."]
+
+    def script(content: str, nth: int) -> Act:
+        return Act(status=503, body="busy") if content in refused else _reply(content, nth)
+
+    def run_once(max_requests: int) -> tuple[list[str], Usage]:
+        answers, held_out = (LineStore(tmp_path / f"{name}.jsonl") for name in ("a", "h"))
+        usage = usage_in(answers, held_out)
+        cfg = endpoint_of(server, max_concurrency=1, attempts=2, max_requests=max_requests)
+        answerer = EndpointAnswerer(ChatEndpoint(cfg, usage), GenerationConfig())
+        said = answer_prompts("m", answerer, prompts, plan_of(2), held_out)
+        answer_questions("m", answerer, plan_of(2), answers)
+        return [one.text for one in said], usage
+
+    with chat_server(script) as server:
+        # Prompts 0 to 3, prompt 4 twice in vain, prompt 5.
+        with pytest.raises(ClusterError, match=r"The budget of 7 requests .* is spent"):
+            run_once(7)
+        assert len(server.seen) == 7
+        # What failed was spent as well: nothing is left.
+        with pytest.raises(ClusterError, match=r"The budget of 7 requests .* is spent"):
+            run_once(7)
+        assert len(server.seen) == 7
+        refused.clear()
+        # Seven more prompts, and two questions of two turns.
+        texts, usage = run_once(7 + 7 + 4)
+        assert [s.content for s in server.seen[7:9]] == ["Held out 4.", "Held out 6."]
+        assert texts == [f"said to Held out {n}." for n in range(12)]
+        assert len(server.seen) == usage.requests == 18
+        # 16 replies of 100 tokens each; a refusal has none.
+        assert usage.tokens == 1600
+        assert run_once(18) == (texts, usage) and len(server.seen) == 18
+
+
+def test_local_held_out_answers_are_drawn_again_in_one_go(
+    local: LocalAnswerer, tmp_path: Path
+) -> None:
+    prompts = [(Message("user", f"What is {n}?"),) for n in range(3)]
+    store = LineStore(tmp_path / "h.jsonl")
+    first, second = (answer_prompts("m", local, prompts, plan_of(), store) for _ in range(2))
+    assert first == second and store.rows == []
 
 
 def test_unknown_model_is_named(tmp_path: Path) -> None:

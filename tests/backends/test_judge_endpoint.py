@@ -10,13 +10,15 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
 
 import pytest
-from chat_server import GOOD, Act, chat_server
+from chat_server import GOOD, Act, ChatServer, chat_server
 from judge_runs import endpoint_of, plan_of, run
 
 from tasks.backends.chat_endpoint import ChatEndpoint, retry_after_seconds
@@ -41,13 +43,34 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hundred_and_sixty_judgments_take_little_more_than_the_servers_time(tmp_path: Path) -> None:
     with chat_server(lambda content, nth: Act(seconds=0.05)) as server:
         run(endpoint_of(server), plan_of(1), tmp_path / "warm.jsonl")
-        started = time.monotonic()
-        graded = run(endpoint_of(server), plan_of(80), tmp_path / "j.jsonl")
-        seconds = time.monotonic() - started
-        assert [score.score for score in graded.scores] == [7.0] * 160
-        # Ideal: 160 / 16 * 0.05 = 0.5 s.
-        assert seconds < 0.5 + 1.5
+        tries = []
+        for n_try in range(3):
+            # 160 / 16 * 0.05 = 0.5 s on an idle machine; on a busy one, what threads take now.
+            ideal = _seconds_of_threads(server, 160)
+            started = time.monotonic()
+            graded = run(endpoint_of(server), plan_of(80), tmp_path / f"{n_try}.jsonl")
+            tries.append((time.monotonic() - started) / ideal)
+            assert [score.score for score in graded.scores] == [7.0] * 160
+            if tries[-1] < 3.0:
+                break
+        # One request at a time would take 16 times as long.
+        assert min(tries) < 3.0
         assert server.most_busy <= 16
+
+
+def _seconds_of_threads(server: ChatServer, n_requests: int) -> float:
+    """Return how long 16 threads take that do nothing but send the requests."""
+    body = json.dumps({"messages": [{"role": "user", "content": "ideal"}]}).encode()
+
+    def send(_: int) -> None:
+        request = urllib.request.Request(f"{server.url}/chat/completions", body)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            response.read()
+
+    started = time.monotonic()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(send, range(n_requests)))
+    return time.monotonic() - started
 
 
 # What the server does to the first attempts on a question; afterwards the reply is good.
@@ -106,16 +129,17 @@ def test_pause_that_the_server_asks_for_holds_for_all_requests(tmp_path: Path) -
     def script(content: str, nth: int) -> Act:
         if _question_of(content) == 3 and nth == 0 and "again" not in content:
             limited.append(time.monotonic())
-            return Act(status=429, body="", headers={"Retry-After": "0.6"})
+            return Act(status=429, body="", headers={"Retry-After": "1"})
         return Act(seconds=0.02)
 
     with chat_server(script) as server:
         cfg = endpoint_of(server, max_concurrency=2)
         run(cfg, plan_of(12), tmp_path / "j.jsonl")
         arrivals = [seen.at - limited[0] for seen in server.seen]
-    # One other request may be under way when the pause begins.
-    assert sum(0.05 < arrival < 0.6 for arrival in arrivals) == 0
-    assert sum(arrival >= 0.6 for arrival in arrivals) > 10
+    # The other of the two may send one or two before the answer that asks for the pause has come
+    # in; without a pause it would send 30 or so.
+    assert sum(0.0 < arrival < 1.0 for arrival in arrivals) <= 2
+    assert sum(arrival >= 1.0 for arrival in arrivals) > 10
 
 
 def test_failures_that_last_are_reported_and_are_no_numbers(tmp_path: Path) -> None:
@@ -130,28 +154,32 @@ def test_failures_that_last_are_reported_and_are_no_numbers(tmp_path: Path) -> N
     path = tmp_path / "j.jsonl"
     with chat_server(lambda content, nth: lasting.get(_question_of(content), Act())) as server:
         cfg = endpoint_of(server, attempts=3)
-        graded = run(cfg, plan_of(8), path)
+        with pytest.raises(ClusterError, match=r"6 of 16 judgments were lost; the last failure: "):
+            run(cfg, plan_of(8), path)
         asked = {
             q: n for p, n in server.asked.items() if "again" not in p for q in [_question_of(p)]
         }
         # Three attempts where trying again may help, two where the text has no rating, one where
         # the request itself is refused or the server asks for too long a wait.
         assert asked == {0: 3, 1: 2, 2: 2, 3: 1, 4: 3, 5: 1, 6: 1, 7: 1}
-        by_question = {s.question_id: s for s in graded.scores if s.turn == 1}
-        assert "HTTP 500" in by_question[0].failure
-        assert by_question[1].failure == "no rating from 1 to 10 in the judge's text"
-        assert by_question[1].judgment == "Rating: [[11]]"
-        assert "context length" in by_question[3].failure
-        assert "no chat completion: garbage" in by_question[4].failure
-        summary = score_model(graded.scores)
-        assert (summary.valid, summary.failed, summary.coverage) == (4, 12, 0.25)
-        assert summary.mean is not None and summary.mean.value == 7.0
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        stored = {row["question_id"]: row for row in rows if row["turn"] == 1}
+        assert "HTTP 500" in stored[0]["failure"]
+        assert "no chat completion: garbage" in stored[4]["failure"]
+        assert {q for q, row in stored.items() if row["is_lost"]} == {0, 4, 5}
         # The next run asks again only for what the connection lost, not for what was answered.
         server.seen.clear()
         lasting.clear()
-        again = score_model(run(cfg, plan_of(8), path).scores)
+        graded = run(cfg, plan_of(8), path)
         assert {_question_of(p) for p in server.asked} == {0, 4, 5}
-        assert (again.valid, again.failed) == (10, 6)
+    by_question = {s.question_id: s for s in graded.scores if s.turn == 1}
+    assert by_question[1].failure == "no rating from 1 to 10 in the judge's text"
+    assert by_question[1].judgment == "Rating: [[11]]"
+    # A request that is itself refused is a failed judgment, not a lost one.
+    assert "context length" in by_question[3].failure
+    summary = score_model(graded.scores)
+    assert (summary.valid, summary.failed, summary.coverage) == (10, 6, 10 / 16)
+    assert summary.mean is not None and summary.mean.value == 7.0
 
 
 def test_judge_that_refuses_everything_gives_coverage_0_and_no_score(tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
-from flows.console import lineage_lines, ui_commands
+from flows.console import lineage_lines, print_result, ui_commands
 from flows.monitor import (
     RunMonitor,
     StageOutcome,
@@ -101,6 +102,30 @@ def test_rows_say_what_was_reused(make_artifact: Make) -> None:
         ("sft", "reused"),
         ("distill", "ran"),
     ]
+
+
+def test_a_policy_that_a_guard_stopped_is_seen(make_artifact: Make) -> None:
+    states = {}
+    for value, reused in ((0.0, False), (1.0, False), (1.0, True)):
+        policy = make_artifact("offline_ppo", value=value, reused=reused)
+        path = policy.path / "artifact.json"
+        manifest = json.loads(path.read_text())
+        path.write_text(json.dumps({**manifest, "metrics": {"stopped_by_guard": value}}))
+        with monitored() as monitor:
+            monitor.record("offline_ppo", _outcome(policy, reused=reused))
+        (row,) = chain_rows(monitor.outcomes)
+        states[value, reused] = row["state"]
+        console = Console(record=True, width=200)
+        print_result(console, monitor)
+        shown = console.export_text()
+        assert row["state"] in shown and ("stopped by a guard" in shown) == bool(value)
+        summary = summary_of(monitor.outcomes, 1.0, 1)
+        assert summary["stages"]["offline_ppo"]["metrics"]["stopped_by_guard"] == value
+    assert states == {
+        (0.0, False): "ran",
+        (1.0, False): "ran, stopped by a guard",
+        (1.0, True): "reused, stopped by a guard",
+    }
 
 
 def test_commands_open_both_uis(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

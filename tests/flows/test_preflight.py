@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flows.evaluate_inputs import demo_questions
 from flows.preflight import check_inputs, check_ray_address, models_of, ray_addresses
 from flows.raw_sources import raw_sources, result_fields, subset_name
 from tasks.artifacts import file_sha256
@@ -22,6 +23,7 @@ from tasks.config import (
     RuntimeConfig,
     SftConfig,
 )
+from tasks.data.questions import ModelAnswer, read_questions, write_answers
 from tasks.errors import ClusterError, ConfigError, DataError, MissingInputError, ModelError
 from tasks.workspace import Workspace
 
@@ -68,6 +70,25 @@ def test_evaluation_with_a_judge_is_checked(
     empty.write_text('{"name": "other"}')
     with pytest.raises(DataError, match="holds no judge prompt"):
         check(prompts=str(empty))
+
+
+def test_given_answers_are_read_beside_the_demo_questions_too(
+    workspace: Workspace, tmp_path: Path
+) -> None:
+    def check(path: Path) -> None:
+        answers = {"files": {"other": str(path)}}
+        check_inputs(_chain(evaluate=EvaluateConfig.model_validate({"answers": answers})))
+
+    given = tmp_path / "other.jsonl"
+    given.write_text("no answers\n")
+    with pytest.raises(DataError, match=r"other\.jsonl"):
+        check(given)
+    write_answers(given, [ModelAnswer(1, "other", ("I", "You"), 0.0)])
+    with pytest.raises(DataError, match=r"answers 1 of .* questions"):
+        check(given)
+    questions = read_questions(demo_questions(workspace))
+    write_answers(given, [ModelAnswer(q.question_id, "o", ("I", "You"), 0.0) for q in questions])
+    check(given)
 
 
 def test_files_of_an_evaluation_count_by_their_content(

@@ -148,6 +148,19 @@ def test_pairs_and_annotations_together(tmp_path: Path, capsys: Any) -> None:
     assert found.as_json()["pairwise"][0]["win_rate"] == 0.5
 
 
+def test_unknown_baseline_of_pairs_and_annotations_is_named(tmp_path: Path) -> None:
+    pair = {"question_id": 1, "model_1": "x", "model_2": "y", "turn": 1, "judge": ["j", "p"]}
+    games = _write(tmp_path / "pair.jsonl", {**pair, "g1_winner": "tie", "g2_winner": "tie"})
+    annotations = tmp_path / "annotations.json"
+    annotations.write_text(json.dumps([{"preference": 2, "generator_1": "a", "generator_2": "b"}]))
+    for files in ([games], [games, annotations], [annotations]):
+        known = score_judgments(JudgmentRequest(files)).as_json()
+        with pytest.raises(DataError, match="No judgment of the baseline 'zzz'"):
+            score_judgments(JudgmentRequest(files, baseline="zzz"))
+        name = known["pairwise"][0]["model"] if games in files else known["annotations"][0]["model"]
+        assert score_judgments(JudgmentRequest(files, baseline=name)).as_json() == known
+
+
 def test_bad_input_is_named(tmp_path: Path, shared_data: Path) -> None:
     path = _write(tmp_path / "a.jsonl", _row(1, 5))
     with pytest.raises(MissingInputError, match=r"absent\.jsonl is not a file.*judgments"):
