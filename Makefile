@@ -8,7 +8,7 @@ BENCH := $(VENV)/bench
 BENCH_STAMP := $(BENCH)/.installed
 export RLHF_HOME ?= $(CURDIR)/var
 
-.PHONY: help demo test test-fast check bench bench-ppo bench-ingest clean lock
+.PHONY: help demo test test-fast test-long check bench bench-ppo bench-ingest clean lock
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -24,12 +24,15 @@ $(STAMP): requirements.lock pyproject.toml
 demo: $(STAMP)  ## run the whole chain on the embedded default and print what it achieved
 	$(BIN)/rlhf run configs/demo.yaml
 
-test: $(STAMP)  ## all tests, the fast ones first
-	$(BIN)/pytest -m "not slow"
+test: $(STAMP)  ## all tests but the longest, the fast ones first
+	$(BIN)/pytest -m "not slow and not long"
 	$(BIN)/pytest -m slow
 
 test-fast: $(STAMP)  ## unit tests only
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not long"
+
+test-long: $(STAMP)  ## an ablation, and a cluster of nodes that loses one
+	$(BIN)/pytest -m long
 
 check: $(STAMP)  ## linters, types and import rules
 	$(BIN)/ruff format --check .

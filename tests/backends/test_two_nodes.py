@@ -26,7 +26,7 @@ from tasks.loading_config import load_config, merge
 from tasks.tracking import connect as connect_tracker
 from tasks.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 CHAIN = load_config(Path(__file__).parent / "small_chain.yaml")
 SMALL = {"object_store_memory": 80 * 2**20}

@@ -28,7 +28,7 @@ from tasks.loading_config import load_config
 from tasks.tracking import RunRecord, Tracker, connect
 from tasks.workspace import Workspace
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 CONFIG = Path(__file__).parent / "small_ablation.yaml"
 
 
