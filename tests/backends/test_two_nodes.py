@@ -45,6 +45,8 @@ RECOVERY_SECONDS = 90.0
 def nodes(cluster: None) -> Iterator[Cluster]:
     """A head node without CPUs and two nodes with two, which this process joins."""
     session.close()
+    # A process decides at its first use of Ray whether it asks for tokens: as an ordinary one.
+    connect(RuntimeConfig(device="cpu"))
     disconnect()
     with pytest.MonkeyPatch.context() as patch:
         # `Cluster` starts its nodes without tokens unless told so, and this process asks for one as
