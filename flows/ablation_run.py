@@ -11,7 +11,6 @@ from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.context import FlowRunContext
-from prefect.runtime import flow_run
 
 from flows.ablation_plan import (
     ABLATION,
@@ -23,9 +22,9 @@ from flows.ablation_plan import (
     section_of,
     seeded,
 )
-from flows.chain import cluster_closed
+from flows.chain import cluster_closed, open_command_run
 from flows.ingest import ingest
-from flows.mlflow_run import describe, end_dead_runs, place_tags
+from flows.mlflow_run import describe
 from flows.monitor import RunMonitor, monitored
 from flows.options import RunOptions
 from flows.reporting import publish_link
@@ -38,9 +37,8 @@ from tasks.data.ablation_page import render_page, result_rows, write_ablation
 from tasks.data.ablation_report import AblationReport, AblationRun
 from tasks.errors import MissingInputError, RlhfError
 from tasks.progress import ProgressDisplay
-from tasks.provenance import git_commit
 from tasks.run_log import StageLog, run_logger
-from tasks.tracking import MetricPoint, Status, Tracker, connect
+from tasks.tracking import MetricPoint, Status, connect
 from tasks.tracking_values import clean_name
 from tasks.workspace import Workspace
 
@@ -175,7 +173,7 @@ def ablation_run(cfg: PipelineConfig) -> Iterator[Ablation]:
     section = section_of(cfg)
     tracker = connect(cfg.tracking, workspace)
     with monitored() as monitor, cluster_closed():
-        run_id = _open_run(tracker, workspace, cfg)
+        run_id = open_command_run(tracker, workspace, cfg, ABLATION)
         log = StageLog(tracker, run_id, ABLATION, _Lines(ABLATION))
         with _ended(log):
             publish_link(tracker, ABLATION, run_id)
@@ -183,23 +181,6 @@ def ablation_run(cfg: PipelineConfig) -> Iterator[Ablation]:
                 check_ablation(cfg)
             settings = section.resolve(cfg.offline_ppo)
             yield Ablation(cfg, section, workspace, log, monitor, settings, Clock(section))
-
-
-def _open_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig) -> str:
-    """Open the MLflow run; a retry of the same Prefect run continues the one it had."""
-    if flow_run.id is not None:
-        earlier = tracker.find_runs({"stage": ABLATION, "prefect.flow_run_id": flow_run.id})
-        if earlier:
-            tracker.reopen(earlier[0].run_id)
-            return earlier[0].run_id
-    end_dead_runs(tracker, workspace)
-    tags = {
-        "stage": ABLATION,
-        "prefect.flow_run_id": flow_run.id,
-        "git.commit": git_commit(),
-        **place_tags(workspace),
-    }
-    return tracker.start_run(cfg.name, tags, cfg.model_dump(mode="json"))
 
 
 @contextmanager

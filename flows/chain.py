@@ -89,7 +89,7 @@ def cluster_closed() -> Iterator[None]:
 
 @contextmanager
 def _tracked(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig) -> Iterator[str]:
-    run_id = open_pipeline_run(tracker, workspace, cfg)
+    run_id = open_command_run(tracker, workspace, cfg, PIPELINE)
     try:
         yield run_id
     except Exception as error:
@@ -109,16 +109,22 @@ def _end(tracker: Tracker, run_id: str, status: Status, error: BaseException) ->
         run_logger(PIPELINE).warning("MLflow run %s was not ended: %s", run_id, second)
 
 
-def open_pipeline_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig) -> str:
-    """Open the chain's MLflow run; a retry of the same Prefect run continues the one it had."""
+def open_command_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig, kind: str) -> str:
+    """Open the MLflow run of a chain or an ablation.
+
+    A retry of the same Prefect run continues the one it had.
+
+    Args:
+        kind: its tag ``stage``.
+    """
     if flow_run.id is not None:
-        earlier = tracker.find_runs({"stage": PIPELINE, "prefect.flow_run_id": flow_run.id})
+        earlier = tracker.find_runs({"stage": kind, "prefect.flow_run_id": flow_run.id})
         if earlier:
             tracker.reopen(earlier[0].run_id)
             return earlier[0].run_id
     end_dead_runs(tracker, workspace)
     tags = {
-        "stage": PIPELINE,
+        "stage": kind,
         "prefect.flow_run_id": flow_run.id,
         "git.commit": git_commit(),
         **place_tags(workspace),

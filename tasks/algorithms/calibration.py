@@ -187,6 +187,7 @@ def fit_temperature(margins: Tensor) -> Temperature:
     scaled = checked / largest
 
     def slope(b: float) -> float:
+        """Return the derivative of the log loss by the scale b."""
         return float((-scaled * torch.sigmoid(-b * scaled)).mean())
 
     if slope(1.0 / _FLAT) >= 0.0:

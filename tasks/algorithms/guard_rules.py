@@ -172,6 +172,7 @@ class _Parser:
         self._next = 0
 
     def condition(self) -> Condition:
+        """Parse the whole text."""
         reading, metric, window = self._reading()
         comparison = self._take("comparison", "one of > >= < <=")
         number = self._take("number", "a number")

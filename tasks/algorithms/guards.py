@@ -131,6 +131,7 @@ class _Watch:
         self.streak, self.holds, self.window = 0, False, []
 
     def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
         return {**vars(self), "window": list(self.window)}
 
 

@@ -73,6 +73,7 @@ def fit_noisy_scale(margins: Tensor, *, flip_rate: float) -> float:
     step = (high - low) / (_GRID_POINTS - 1)
 
     def loss(exponent: float) -> float:
+        """Return the log loss at the scale 2^exponent."""
         return noisy_log_loss(margins, flip_rate=flip_rate, scale=2.0**exponent)
 
     best = min((low + k * step for k in range(_GRID_POINTS)), key=loss)

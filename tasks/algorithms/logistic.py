@@ -75,11 +75,13 @@ class _LogLoss:
     weights: Tensor
 
     def value(self, beta: Tensor) -> Tensor:
+        """Return the loss (R,) at beta (R, 2)."""
         z = beta[:, :1] + beta[:, 1:] * self.x
         fit = (self.weights * (softplus(z) - self.credit * z)).sum(dim=1)
         return fit + 0.5 * _RIDGE * beta.square().sum(dim=1)
 
     def gradient(self, beta: Tensor) -> Tensor:
+        """Return the gradient (R, 2) at beta (R, 2)."""
         z = beta[:, :1] + beta[:, 1:] * self.x
         slope = self.weights * (torch.sigmoid(z) - self.credit)
         return torch.stack([slope.sum(dim=1), slope @ self.x], dim=1) + _RIDGE * beta

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tasks.errors import ArtifactError
+from tasks.data.keyed_parquet import read_keyed, write_keyed
 
-_KEY_FIELD = b"rlhf.key"
 _STATE_FIELD = b"rlhf.state"
 
 
@@ -63,14 +59,8 @@ def write_chunk(path: Path, chunk: CandidateChunk, key: str) -> None:
                 [values.tolist() for values in chunk.logprobs], pa.list_(pa.float32())
             ),
         }
-    ).replace_schema_metadata({_KEY_FIELD: key.encode(), _STATE_FIELD: json.dumps(state).encode()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
-    with temporary.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    )
+    write_keyed(path, table, key, {_STATE_FIELD: json.dumps(state).encode()})
 
 
 def read_chunk(path: Path, key: str) -> CandidateChunk:
@@ -79,16 +69,7 @@ def read_chunk(path: Path, key: str) -> CandidateChunk:
     Raises:
         ArtifactError: the file is torn, or was made with another policy, dataset or setting.
     """
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ArtifactError(
-            f"{path} is torn: {error}", "a complete Parquet file", f"remove {path}"
-        ) from error
-    metadata = table.schema.metadata or {}
-    found = metadata.get(_KEY_FIELD, b"").decode()
-    if found != key:
-        raise ArtifactError(f"{path} belongs to {found or 'nothing known'}", key, f"remove {path}")
+    table, metadata = read_keyed(path, key)
     return CandidateChunk(
         table["prompt"].to_pylist(),
         table["response_ids"].to_pylist(),

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from tasks.errors import ArtifactError
+from tasks.data.keyed_parquet import read_keyed, write_keyed
 
-_KEY_FIELD = b"rlhf.key"
 # Names of the (T, K) columns: with K = 1 the number of values does not tell them from (T,).
 _MATRICES_FIELD = b"rlhf.matrices"
 
@@ -51,13 +48,8 @@ def write_token_columns(path: Path, columns: TokenColumns, key: str) -> None:
             **{n: _array(rows, pa.float32()) for n, rows in columns.floats.items()},
             **{n: _array(rows, pa.int32()) for n, rows in columns.integers.items()},
         }
-    ).replace_schema_metadata(
-        {_KEY_FIELD: key.encode(), _MATRICES_FIELD: ",".join(_matrices(columns)).encode()}
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
-    pq.write_table(table, temporary, compression="zstd")
-    temporary.rename(path)
+    write_keyed(path, table, key, {_MATRICES_FIELD: ",".join(_matrices(columns)).encode()})
 
 
 def read_token_columns(path: Path, key: str) -> TokenColumns:
@@ -66,16 +58,7 @@ def read_token_columns(path: Path, key: str) -> TokenColumns:
     Raises:
         ArtifactError: the file is torn, or was made from another model, dataset or setting.
     """
-    try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
-        raise ArtifactError(
-            f"{path} is torn: {error}", "a complete Parquet file", f"remove {path}"
-        ) from error
-    metadata = table.schema.metadata or {}
-    found = metadata.get(_KEY_FIELD, b"").decode()
-    if found != key:
-        raise ArtifactError(f"{path} belongs to {found or 'nothing known'}", key, f"remove {path}")
+    table, metadata = read_keyed(path, key)
     lengths = [len(row) for row in table["response_ids"].to_pylist()]
     matrices = metadata.get(_MATRICES_FIELD, b"").decode().split(",")
     floats: dict[str, list[torch.Tensor]] = {}

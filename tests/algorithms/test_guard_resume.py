@@ -6,18 +6,17 @@ import json
 import math
 
 import pytest
+from guard_helpers import engine_of, rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.algorithms.guard_actions import (
-    Action,
     ResetSampler,
     Rollback,
     ScaleLearningRate,
     Stop,
     Warn,
 )
-from tasks.algorithms.guard_rules import Rule, parse_condition
 from tasks.algorithms.guards import (
     Firing,
     GuardEngine,
@@ -25,26 +24,6 @@ from tasks.algorithms.guards import (
 from tasks.errors import DataError
 
 NOT_FINITE = [math.nan, math.inf, -math.inf]
-
-
-def rule(
-    when: str,
-    *actions: Action,
-    name: str = "r",
-    cooldown_steps: int = 0,
-    for_observations: int = 1,
-) -> Rule:
-    return Rule(
-        name,
-        parse_condition(when, rule=name),
-        actions or (Warn(),),
-        cooldown_steps=cooldown_steps,
-        for_observations=for_observations,
-    )
-
-
-def engine_of(*rules: Rule, max_rollbacks: int = 100) -> GuardEngine:
-    return GuardEngine(rules, max_rollbacks=max_rollbacks)
 
 
 RULES = [

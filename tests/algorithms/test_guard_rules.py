@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
+from guard_helpers import engine_of, rule
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.algorithms.guard_actions import (
-    Action,
     GrowBatch,
     LowerTokenBudget,
     Reanchor,
@@ -22,32 +22,10 @@ from tasks.algorithms.guard_actions import (
 )
 from tasks.algorithms.guard_rules import Condition, Rule, parse_condition
 from tasks.algorithms.guards import (
-    GuardEngine,
     MemorySettings,
     OomLadder,
 )
 from tasks.errors import ConfigError, TrainingError
-
-
-def rule(
-    when: str,
-    *actions: Action,
-    name: str = "r",
-    cooldown_steps: int = 0,
-    for_observations: int = 1,
-) -> Rule:
-    return Rule(
-        name,
-        parse_condition(when, rule=name),
-        actions or (Warn(),),
-        cooldown_steps=cooldown_steps,
-        for_observations=for_observations,
-    )
-
-
-def engine_of(*rules: Rule, max_rollbacks: int = 100) -> GuardEngine:
-    return GuardEngine(rules, max_rollbacks=max_rollbacks)
-
 
 # --- conditions and their text -------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from guard_helpers import engine_of, rule
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from tasks.algorithms.guard_actions import (
     Stop,
     Warn,
 )
-from tasks.algorithms.guard_rules import Rule, parse_condition
 from tasks.algorithms.guards import (
     HISTORY_OBSERVATIONS,
     Firing,
@@ -34,29 +34,9 @@ from tasks.algorithms.guards import (
 NOT_FINITE = [math.nan, math.inf, -math.inf]
 
 
-def rule(
-    when: str,
-    *actions: Action,
-    name: str = "r",
-    cooldown_steps: int = 0,
-    for_observations: int = 1,
-) -> Rule:
-    return Rule(
-        name,
-        parse_condition(when, rule=name),
-        actions or (Warn(),),
-        cooldown_steps=cooldown_steps,
-        for_observations=for_observations,
-    )
-
-
 def fired_at(engine: GuardEngine, values: list[float], metric: str = "x") -> list[int]:
     """Observe values at steps 1, 2, ... and return the steps that fired."""
     return [step for step, v in enumerate(values, 1) if engine.observe(step, {metric: v})]
-
-
-def engine_of(*rules: Rule, max_rollbacks: int = 100) -> GuardEngine:
-    return GuardEngine(rules, max_rollbacks=max_rollbacks)
 
 
 # --- readings ------------------------------------------------------------------------------------

@@ -1,0 +1,53 @@
+"""Parquet files that say what they were computed from, and are whole or not there."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tasks.errors import ArtifactError
+
+_KEY_FIELD: Final = b"rlhf.key"
+
+
+def write_keyed(path: Path, table: pa.Table, key: str, metadata: Mapping[bytes, bytes]) -> None:
+    """Write a table; the file gets its name only when it is complete and on the disk.
+
+    Args:
+        path: the file; its directory is made.
+        key: identity of everything that the content depends on.
+        metadata: further fields of the schema.
+    """
+    keyed = table.replace_schema_metadata({_KEY_FIELD: key.encode(), **metadata})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
+    with temporary.open("wb") as file:
+        pq.write_table(keyed, file, compression="zstd")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def read_keyed(path: Path, key: str) -> tuple[pa.Table, Mapping[bytes, bytes]]:
+    """Read what `write_keyed` wrote, and the fields of its schema.
+
+    Raises:
+        ArtifactError: the file is torn, or has another key.
+    """
+    try:
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowInvalid) as error:
+        raise ArtifactError(
+            f"{path} is torn: {error}", "a complete Parquet file", f"remove {path}"
+        ) from error
+    metadata: Mapping[bytes, bytes] = table.schema.metadata or {}
+    found = metadata.get(_KEY_FIELD, b"").decode()
+    if found != key:
+        raise ArtifactError(f"{path} belongs to {found or 'nothing known'}", key, f"remove {path}")
+    return table, metadata
