@@ -48,13 +48,13 @@ _STUDENT = InputSpec("distill", StudentAdapter)
 
 STAGE_SPECS: Mapping[Stage, StageSpec] = {
     "ingest": StageSpec(PreferenceDataset, 4, {}),
-    "sft": StageSpec(PolicyCheckpoint, 1, {"preferences": _PREFERENCES}),
+    "sft": StageSpec(PolicyCheckpoint, 2, {"preferences": _PREFERENCES}),
     "reward_model": StageSpec(
-        RewardModelCheckpoint, 2, {"preferences": _PREFERENCES, "base": _BASE}
+        RewardModelCheckpoint, 3, {"preferences": _PREFERENCES, "base": _BASE}
     ),
     "offline_ppo": StageSpec(
         PolicyCheckpoint,
-        2,
+        3,
         {"preferences": _PREFERENCES, "reward_model": _REWARD_MODEL, "base": _BASE},
     ),
     "distill": StageSpec(

@@ -101,20 +101,27 @@ def _start(home: Path, upstream: list[str], log: Path) -> subprocess.Popen[bytes
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
+def _newest_step(home: Path, stage: str) -> int:
+    """Return the step of the newest checkpoint, -1 without one."""
+    found = (home / "checkpoints" / stage).glob("**/step-*")
+    return max((int(path.name.removeprefix("step-")) for path in found), default=-1)
+
+
 def _kill_at_new_checkpoint(
     stage: str, home: Path, upstream: list[str], log: Path, after: int = -1
 ) -> int:
     """Run the program until a checkpoint behind a step appears, wait for a random moment, kill it,
-    and return the step of the checkpoint."""
+    and return the step of the newest checkpoint that it left."""
     process = _start(home, upstream, log)
     deadline = time.monotonic() + 180
     try:
         while time.monotonic() < deadline and process.poll() is None:
-            found = sorted((home / "checkpoints" / stage).glob("**/step-*"))
-            if found and int(found[-1].name.removeprefix("step-")) > after:
+            if _newest_step(home, stage) > after:
                 time.sleep(random.random() * 0.3)
                 process.send_signal(signal.SIGKILL)
-                return int(found[-1].name.removeprefix("step-"))
+                process.wait(30)
+                # It may have written another one meanwhile, at which the next run must not end.
+                return _newest_step(home, stage)
             time.sleep(0.005)
     finally:
         process.kill()

@@ -48,8 +48,12 @@ from tasks.backends.roles import RoleSpec
 from tasks.backends.verl_engine import register_engines
 from tasks.config import RuntimeConfig
 from tasks.errors import ModelError
+from tasks.models.weights import list_weight_files
 
 _HEAD_KEYS = ("score.weight", "classifier.weight")
+# Sharding a small model layer by layer saves no memory worth the hooks of every layer.
+_ONE_SHARD_BYTES = 64 * 2**20
+_WHOLE_MODEL = {"disable": True, "transformer_layer_cls_to_wrap": ["no class of this name"]}
 
 register_engines()
 
@@ -96,10 +100,13 @@ def _check_head(spec: RoleSpec) -> None:
     )
 
 
-def _engine_config(runtime: RuntimeConfig) -> FSDPEngineConfig:
+def _engine_config(spec: RoleSpec, runtime: RuntimeConfig) -> FSDPEngineConfig:
     dtype = {"param_dtype": runtime.dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    files = list_weight_files(Path(spec.model_dir))
+    is_small = sum(file.stat().st_size for file in files) <= _ONE_SHARD_BYTES
     return FSDPEngineConfig(
         strategy="fsdp2",
+        wrap_policy=_WHOLE_MODEL if is_small else {},
         # True would pin parameters in host memory, which fails without a GPU and is slow with one.
         forward_only=False,
         param_offload=runtime.offload,
@@ -125,6 +132,8 @@ def _optimizer_config(spec: RoleSpec) -> FSDPOptimizerConfig:
         lr_warmup_steps_ratio=optimizer.warmup_share,
         min_lr_ratio=optimizer.min_lr_share,
         total_training_steps=spec.total_steps,
+        # One operation for all weights, where torch's default on a CPU takes a dozen for each.
+        override_optimizer_config={"fused": True} if get_device_name() == "cpu" else None,
     )
 
 
@@ -146,7 +155,7 @@ def _worker_config(spec: RoleSpec, runtime: RuntimeConfig, attention: str) -> Tr
             override_config={"attn_implementation": attention},
             **lora,
         ),
-        engine_config=_engine_config(runtime),
+        engine_config=_engine_config(spec, runtime),
         optimizer_config=_optimizer_config(spec),
         checkpoint_config=VerlCheckpointConfig(save_contents=["model", "optimizer", "extra"]),
     )
