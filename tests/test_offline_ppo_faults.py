@@ -174,6 +174,25 @@ def test_a_step_that_is_too_large_is_cut_smaller(
         torch.testing.assert_close(tensor, models[1][name], atol=2e-3, rtol=0)
 
 
+def test_a_later_process_knows_what_was_too_large(
+    train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _limit_memory(monkeypatch, 500)
+    with monkeypatch.context() as patch:
+        _before_window(patch, partial(_fail_at, 9))
+        with pytest.raises(RuntimeError, match="the power went"):
+            train(seed=5)
+    tags = _tags(train(seed=5))
+    assert "event.out_of_memory" not in tags
+    assert "tokens per micro-batch" in tags["event.memory_lowered"]
+    assert tags["event.resumed"] == "continuing from step 9 of 12"
+
+
+def _fail_at(step: int, loop: ppo_loop.PPOLoop) -> None:
+    if loop.state.step == step:
+        raise RuntimeError("the power went")
+
+
 def test_a_row_that_is_too_large_is_told(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _limit_memory(monkeypatch, 1)
     with pytest.raises(TrainingError, match=r"memory ran out with 192 tokens per micro-batch and"):

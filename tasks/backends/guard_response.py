@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tasks.algorithms.guard_actions import (
     Action,
@@ -77,6 +77,32 @@ def lower_memory(loop: PPOLoop, error: MemoryLimitError) -> None:
     _change_runtime(loop, ladder.after(settings, action))
 
 
+def adopt_memory(loop: PPOLoop, kept: Mapping[str, Any] | None) -> bool:
+    """Build the workers as small as an earlier process had to make them, before which it ran out
+    of memory, so that this one need not find that out again.
+
+    Args:
+        loop: its workers are replaced; their weights have to be restored.
+        kept: `MemorySettings` of a checkpoint as plain values; None when nothing was lowered.
+
+    Returns:
+        Whether the workers were built anew.
+    """
+    if kept is None:
+        return False
+    settings, runtime = MemorySettings(**kept), loop.session.runtime
+    loop.lowered = settings
+    if settings == MemorySettings(runtime.tokens_per_micro_batch, runtime.gradient_checkpointing):
+        return False
+    _change_runtime(loop, settings)
+    loop.log.event(
+        "memory_lowered",
+        f"{settings.tokens_per_micro_batch} tokens per micro-batch, gradient checkpointing "
+        f"{'on' if settings.gradient_checkpointing else 'off'}, as before the restart",
+    )
+    return True
+
+
 def _rebuild(loop: PPOLoop, action: LowerTokenBudget | EnableGradientCheckpointing) -> None:
     runtime = loop.session.runtime
     settings = MemorySettings(runtime.tokens_per_micro_batch, runtime.gradient_checkpointing)
@@ -89,6 +115,7 @@ def _change_runtime(loop: PPOLoop, settings: MemorySettings) -> None:
         "tokens_per_micro_batch": settings.tokens_per_micro_batch,
         "gradient_checkpointing": settings.gradient_checkpointing,
     }
+    loop.lowered = settings
     loop.session.rebuild(loop.session.runtime.model_copy(update=changes))
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 
 from torch import Tensor
 
 from tasks.algorithms.guard_actions import Action, Rollback, Stop, Warn
-from tasks.algorithms.guards import Firing, GuardEngine, merged_actions
+from tasks.algorithms.guards import Firing, GuardEngine, MemorySettings, merged_actions
 from tasks.algorithms.kl import AdaptiveKLController
 from tasks.algorithms.offline_sampler import OfflineSampler
 from tasks.algorithms.sequence_threshold import sequence_weights
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.critic_warmup import warm_up_critic
-from tasks.backends.guard_response import carry_out, guarded, lower_memory
+from tasks.backends.guard_response import adopt_memory, carry_out, guarded, lower_memory
 from tasks.backends.phase_clock import PhaseClock
 from tasks.backends.policy_objectives import actor_batch, actor_loss, critic_batch, critic_step_loss
 from tasks.backends.policy_probe import PolicyProbe
@@ -56,6 +56,7 @@ class PPOLoop:
         log: where to report.
         probe: measures the policy between windows; None where there are no held-out prompts.
         facts: what guards may know before training.
+        lowered: how small steps had to be cut after memory ran out.
     """
 
     session: Session
@@ -66,6 +67,7 @@ class PPOLoop:
     probe: PolicyProbe | None = None
     facts: Mapping[str, float] = field(default_factory=dict)
     clock: PhaseClock = field(default_factory=PhaseClock)
+    lowered: MemorySettings | None = None
     recent_weights: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_WEIGHTS_STEPS))
     state: LoopState = field(init=False)
     sampler: OfflineSampler = field(init=False)
@@ -159,9 +161,11 @@ class PPOLoop:
 
     def resume(self) -> None:
         """Go on from the newest checkpoint."""
-        self._set_losses()
         step = self.store.latest_step()
         found = self.store.restore(step, self.session, self.roles)
+        if adopt_memory(self, found.get("memory")):
+            self.store.restore(step, self.session, self.roles)
+        self._set_losses()
         self.sampler.load_state_dict(found["sampler"])
         self.engine.load_state_dict(found["guards"])
         self.state = LoopState.from_dict(found["loop"])
@@ -178,6 +182,7 @@ class PPOLoop:
                 "sampler": self.sampler.state_dict(),
                 "guards": self.engine.state_dict(),
                 "loop": self.state.to_dict(),
+                "memory": asdict(self.lowered) if self.lowered else None,
             }
             self.store.save(self.state.step, self.session, self.roles, found, self.state.pointers)
 
