@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 # TRL lies in an environment of its own, which sees the packages of the ordinary one.
 BENCH := $(VENV)/bench
 BENCH_STAMP := $(BENCH)/.installed
+# Most of a slow test is waiting for servers; a file stays in one process.
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 export RLHF_HOME ?= $(CURDIR)/var
 
 .PHONY: help demo test test-fast test-long check bench bench-ppo bench-ingest clean lock
@@ -25,14 +28,14 @@ demo: $(STAMP)  ## run the whole chain on the embedded default and print what it
 	$(BIN)/rlhf run configs/demo.yaml
 
 test: $(STAMP)  ## all tests but the longest, the fast ones first
-	$(BIN)/pytest -m "not slow and not long"
-	$(BIN)/pytest -m slow
+	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m slow
 
 test-fast: $(STAMP)  ## unit tests only
-	$(BIN)/pytest -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 test-long: $(STAMP)  ## an ablation, and a cluster of nodes that loses one
-	$(BIN)/pytest -m long
+	$(PYTEST) -m long
 
 check: $(STAMP)  ## linters, types and import rules
 	$(BIN)/ruff format --check .
