@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import html
-import re
 from collections.abc import Sequence
 from typing import Final
 
+from tasks.data.markdown import block, cell, table
 from tasks.data.reward_report import AccuracyBin, PairSummary, RewardReport, ScoredPair
 
-_TEXT_CHARS: Final = 800
-_CONTROL: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]")
 _OUTCOMES: Final = {
     "fitted": "",
     "all_right": "no validation pair is ranked wrong, so no temperature is the best and 1 is kept",
@@ -49,7 +46,7 @@ def render_reward_report(report: RewardReport) -> str:
 def _named(report: RewardReport) -> list[tuple[str, PairSummary]]:
     """Return all pairs first, then the subsets where there are several."""
     subsets = list(report.subsets.items()) if len(report.subsets) > 1 else []
-    return [("all", report.overall), *((_cell(name), summary) for name, summary in subsets)]
+    return [("all", report.overall), *((cell(name), summary) for name, summary in subsets)]
 
 
 def _accuracy_table(report: RewardReport) -> str:
@@ -58,7 +55,7 @@ def _accuracy_table(report: RewardReport) -> str:
         (name, s.n, s.n_ties, f"{s.accuracy:.3f}", _interval(s), *_shares(s))
         for name, s in _named(report)
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _interval(found: PairSummary | AccuracyBin) -> str:
@@ -87,7 +84,7 @@ def _calibration_table(report: RewardReport) -> str:
         )
         for name, s in _named(report)
     ]
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _binned(summary: PairSummary) -> list[str]:
@@ -105,7 +102,7 @@ def _bin_table(what: str, bins: Sequence[AccuracyBin], digits: str) -> str:
         (f"{b.low:{digits}} to {b.high:{digits}}", b.n, f"{b.accuracy:.3f}", _interval(b))
         for b in bins
     ]
-    return _table((what, "n", "accuracy", "95 %"), rows)
+    return table((what, "n", "accuracy", "95 %"), rows)
 
 
 def _score_table(report: RewardReport) -> str:
@@ -116,7 +113,7 @@ def _score_table(report: RewardReport) -> str:
             values = (spread.mean, spread.std, *spread.quantiles.values())
             rows.append((name, label, *(f"{value:.3f}" for value in values)))
     header = ("pairs", "of", "mean", "s.d.", *report.overall.chosen.quantiles)
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _pair_section(rank: int, pair: ScoredPair) -> str:
@@ -125,34 +122,11 @@ def _pair_section(rank: int, pair: ScoredPair) -> str:
         f"chosen {pair.chosen_score:.3f}, rejected {pair.rejected_score:.3f}, "
         f"margin {pair.margin:.3f}",
         f"{pair.chosen_tokens} and {pair.rejected_tokens} tokens",
-        f"subset {_cell(pair.subset)}",
-        _cell(place),
+        f"subset {cell(pair.subset)}",
+        cell(place),
     ]
     if pair.disagreement is not None:
         facts.insert(1, f"disagreement {pair.disagreement:.3f}")
     texts = (("Asked", pair.last_turn), ("Chosen", pair.chosen), ("Rejected", pair.rejected))
-    blocks = [f"{name}:\n\n{_block(text)}" for name, text in texts]
-    return "\n\n".join([f"### {rank}. Pair {_cell(pair.pair_id)}", "; ".join(facts), *blocks])
-
-
-def _block(text: str) -> str:
-    """Return text as a fenced block that nothing in it can end."""
-    shown = _plain(text[:_TEXT_CHARS]) + (" ..." if len(text) > _TEXT_CHARS else "")
-    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{shown}\n{fence}"
-
-
-def _plain(text: str) -> str:
-    return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
-
-
-def _cell(text: str) -> str:
-    """Return one line that is neither HTML nor Markdown."""
-    line = html.escape(" ".join(_plain(text).split()))
-    return re.sub(r"([\\`*_\[\]|#!~])", r"\\\1", line)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    blocks = [f"{name}:\n\n{block(text)}" for name, text in texts]
+    return "\n\n".join([f"### {rank}. Pair {cell(pair.pair_id)}", "; ".join(facts), *blocks])
