@@ -150,8 +150,8 @@ def _object_store(work: Path) -> Iterator[str | None]:
     # In a container of its own the store has all ports for itself.
     inner = [f"-{kind}.port={_free_port()}" for kind in ("master", "volume", "filer")]
     inner += [f"-{kind}.port.grpc={_free_port()}" for kind in ("master", "volume", "filer", "s3")]
-    started = _running([program, *command, "-ip=127.0.0.1", *inner], environment, log, cwd=work)
-    with started:
+    environment["TMPDIR"] = str(work)  # for its own logs
+    with _running([program, *command, "-ip=127.0.0.1", *inner], environment, log, cwd=work):
         _wait_for(lambda: _answers(f"http://127.0.0.1:{port}/healthz"), log)
         yield f"http://127.0.0.1:{port}"
 
