@@ -62,7 +62,7 @@ def examine(cfg: PipelineConfig, workspace: Workspace) -> list[Finding]:
         _mlflow(cfg, workspace),
         *_files(cfg),
         *_models(cfg, workspace),
-        *_gpu_memory(cfg, workspace),
+        *gpu_memory(cfg, workspace),
     ]
 
 
@@ -303,7 +303,7 @@ def _hub(is_needed: bool) -> Finding:
         return Finding(subject="hub", status="fail" if is_needed else "note", detail=text)
 
 
-def _gpu_memory(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
+def gpu_memory(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
     """Compare what the stages need of each GPU with the smallest one here."""
     import torch
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from flows.doctor import gpu_finding
+from flows.doctor import gpu_finding, gpu_memory
 from flows.memory import StageMemory, estimate, gpu_stages, shape_of
 from tasks.config import ModelConfig, PipelineConfig
 from tasks.loading_config import find_config, load_config
 from tasks.models.memory import KNOWN_MODELS, ModelShape, RoleBytes
+from tasks.workspace import Workspace
 
 GIB = 2**30
 # As in tests/models/test_memory.py: 1304 weights, 1313 with a score head, 608 of them a layer.
@@ -143,6 +146,16 @@ def test_only_stages_on_gpus_are_told() -> None:
     stages = estimate(cfg, SMALL, SMALL)
     assert [stage.stage for stage in gpu_stages(cfg, stages, 0)] == ["sft"]
     assert len(list(gpu_stages(cfg, stages, 1))) == len(stages)
+
+
+def test_doctor_tells_of_each_stage_before_the_model_is_there(tmp_path: Path) -> None:
+    cfg = load_config(find_config("hh_gpu_7b"))
+    findings = {f.subject: f for f in gpu_memory(cfg, Workspace(tmp_path))}
+    assert list(findings) == [
+        f"{stage} memory" for stage in ("reward_model", "offline_ppo", "distill", "evaluate")
+    ]
+    assert "about 31.1 GiB per GPU" in findings["offline_ppo memory"].detail
+    assert not list(gpu_memory(load_config(find_config("demo")), Workspace(tmp_path)))
 
 
 def test_shape_without_a_download() -> None:
