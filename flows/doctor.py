@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.environment import API_URL
+from flows.memory import StageMemory, estimate, gpu_stages, shape_of
 from flows.preflight import (
     check_inputs,
     check_ray_address,
@@ -26,6 +27,7 @@ from flows.preflight import (
     ray_addresses,
     runtimes_of,
 )
+from flows.raw_sources import TINY
 from flows.temporary_server import is_healthy
 from tasks.config import STAGES, ModelConfig, PipelineConfig
 from tasks.errors import RlhfError
@@ -60,6 +62,7 @@ def examine(cfg: PipelineConfig, workspace: Workspace) -> list[Finding]:
         _mlflow(cfg, workspace),
         *_files(cfg),
         *_models(cfg, workspace),
+        *gpu_memory(cfg, workspace),
     ]
 
 
@@ -216,7 +219,7 @@ def _models(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
             yield package_model(model, workspace)
         elif Path(model.source).expanduser().is_dir():
             yield _checked("model", partial(_resolve, model, workspace), model.source)
-        elif _is_cached(model, workspace):
+        elif _cached_dir(model, workspace) is not None:
             yield Finding(subject="model", status="ok", detail=f"{model.source} is downloaded")
         else:
             is_hub_needed = True
@@ -259,20 +262,20 @@ def package_model(model: ModelConfig, workspace: Workspace) -> Finding:
     )
 
 
-def _is_cached(model: ModelConfig, workspace: Workspace) -> bool:
+def _cached_dir(model: ModelConfig, workspace: Workspace) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot_download(
+        found = snapshot_download(
             model.source,
             revision=model.revision,
             cache_dir=workspace.cache_dir,
             local_files_only=True,
         )
     except (LocalEntryNotFoundError, HFValidationError):
-        return False
-    return True
+        return None
+    return Path(found)
 
 
 def _hub_model(model: ModelConfig) -> Finding:
@@ -298,6 +301,53 @@ def _hub(is_needed: bool) -> Finding:
         need = "the config needs it" if is_needed else "the config does not need it"
         text = f"{url} does not answer ({error}); {need}"
         return Finding(subject="hub", status="fail" if is_needed else "note", detail=text)
+
+
+def gpu_memory(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
+    """Compare what the stages need of each GPU with the smallest one here."""
+    import torch
+
+    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(n_gpus)]
+    student = cfg.distill.model or cfg.sft.model
+    shapes = [shape_of(model, _model_dir(model, workspace)) for model in (cfg.sft.model, student)]
+    if shapes[0] is None or shapes[1] is None:
+        return
+    for stage in gpu_stages(cfg, estimate(cfg, shapes[0], shapes[1]), n_gpus):
+        yield gpu_finding(stage, min(sizes, default=None))
+
+
+def _model_dir(model: ModelConfig, workspace: Workspace) -> Path | None:
+    from tasks.models import packages
+
+    if model.source == TINY:
+        return None
+    if model.source.startswith(_PACKAGE):
+        name = model.source.removeprefix(_PACKAGE)
+        is_known = name in packages.PACKAGES
+        return packages.converted_dir(name, workspace.cache_dir) if is_known else None
+    local = Path(model.source).expanduser()
+    return local if local.is_dir() else _cached_dir(model, workspace)
+
+
+def gpu_finding(stage: StageMemory, gpu_bytes: int | None) -> Finding:
+    """Return a line about a stage and GPUs of this size; None = there are none here."""
+    subject = f"{stage.stage} memory"
+    if gpu_bytes is None:
+        detail = f"{stage}; there is no GPU here to compare with"
+        return Finding(subject=subject, status="note", detail=detail)
+    has = f"{gpu_bytes / 2**30:.1f} GiB of a GPU here"
+    if stage.fits(gpu_bytes):
+        return Finding(subject=subject, status="ok", detail=f"{stage}, of {has}")
+    fix = "lower runtime.tokens_per_micro_batch, set runtime.gradient_checkpointing, or raise ranks"
+    if stage.per_rank <= gpu_bytes:
+        fix += ", or answer fewer prompts at a time (probe_prompts, report.prompts, batch_size)"
+    return Finding(
+        subject=subject,
+        # What a micro-batch needs is an upper bound, the states are not.
+        status="fail" if stage.states.total > gpu_bytes else "warn",
+        detail=f"{stage}: does not fit into {has}. Fix: {fix}.",
+    )
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:

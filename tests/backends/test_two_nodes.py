@@ -22,7 +22,7 @@ from tasks.backends.placement import release, reserve
 from tasks.backends.roles import HostSpec, RoleSpec, Row
 from tasks.config import OfflinePPOConfig, RuntimeConfig, TrackingConfig
 from tasks.errors import ClusterError, WorkerLostError
-from tasks.loading_config import load_config, merge
+from tasks.loading_config import find_config, load_config, merge
 from tasks.tracking import connect as connect_tracker
 from tasks.workspace import Workspace
 
@@ -113,6 +113,32 @@ def _tags(policy: PolicyCheckpoint) -> dict[str, str]:
     tracker = connect_tracker(TrackingConfig(), Workspace.from_environment())
     assert policy.manifest.mlflow_run_id is not None
     return dict(tracker.read_run(policy.manifest.mlflow_run_id).tags)
+
+
+def test_the_packaged_two_node_config_puts_half_its_ranks_on_each_node(
+    nodes: Cluster, preferences: str, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What a machine without GPUs and a tiny model change; the rest is the file's.
+    changes = ["runtime.device=cpu", "runtime.dtype=fp32", "runtime.ranks=4", "seed=0"]
+    changes += [f"runtime.ray_address={nodes.address}", "reward_model.max_steps=1"]
+    changes += [f"rendering={CHAIN.sft.rendering.model_dump()}", "reward_model.batch_pairs=8"]
+    changes += [
+        "offline_ppo.steps=1",
+        "offline_ppo.batch_prompts=8",
+        "offline_ppo.report.prompts=4",
+    ]
+    changes += ["offline_ppo.behavior.policy=reference", "offline_ppo.guards.probe_prompts=4"]
+    cfg = load_config(find_config("hh_gpu_7b_two_nodes"), changes)
+    assert (cfg.offline_ppo.runtime.nodes, cfg.offline_ppo.runtime.gradient_checkpointing) == (
+        2,
+        True,
+    )
+    seen = _disturb(monkeypatch, lambda loop: None)
+    reward_model = train_reward_model(cfg.reward_model, preferences, base)
+    train_offline_ppo(cfg.offline_ppo, preferences, reward_model, base)
+    (homes,) = seen
+    expected = {node.node_id: 2 for node in nodes.worker_nodes}
+    assert {home: homes.count(home) for home in homes} == expected
 
 
 def test_training_goes_on_without_a_lost_node(
