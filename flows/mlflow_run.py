@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 from flows.monitor import StageOutcome
 from flows.options import RunOptions
 from flows.prepare import Prepared
+from flows.promote import apply_verdict
 from flows.reporting import publish_link
 from tasks.artifacts import (
     MANIFEST_NAME,
@@ -21,11 +22,13 @@ from tasks.artifacts import (
     EvalReport,
     PreferenceDataset,
     StudentAdapter,
+    read_manifest,
 )
 from tasks.config import Stage, StageConfig
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, RlhfError
 from tasks.lineage import upstream_tags
+from tasks.model_registry import Registry
 from tasks.progress import ProgressDisplay
 from tasks.provenance import (
     git_commit,
@@ -35,7 +38,7 @@ from tasks.provenance import (
     workspace_name,
 )
 from tasks.run_log import StageLog, run_logger
-from tasks.tracking import MetricPoint, Status, Tracker
+from tasks.tracking import MetricPoint, Status, Tracker, member_tag
 from tasks.tracking_values import clean_name
 from tasks.workspace import Workspace
 
@@ -202,11 +205,8 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
     manifest = artifact.manifest
     run_id = manifest.mlflow_run_id
     assert run_id is not None, "an artefact of a flow names its run"
-    now_ms = time.time_ns() // 1_000_000
-    values = {f"summary/{name}": value for name, value in manifest.metrics.items()}
-    values |= {f"count/{name}": float(count) for name, count in manifest.counts.items()}
-    points = [MetricPoint(clean_name(name), value, 0, now_ms) for name, value in values.items()]
-    tracker.log_points(run_id, points)
+    counts = {name: float(count) for name, count in manifest.counts.items()}
+    tracker.log_points(run_id, _points(manifest.metrics, "summary/") + _points(counts, "count/"))
     for name in (MANIFEST_NAME, *_PAGES):
         if (artifact.path / name).is_file():
             tracker.log_file(run_id, artifact.path / name)
@@ -215,8 +215,10 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
         tracker.log_dataset(run_id, artifact.path, "preferences", artifact.fingerprint, "output")
     elif not isinstance(artifact, EvalReport):
         model_id = tracker.log_model_output(run_id, artifact, manifest.stage.replace("_", "-"))
-        if isinstance(artifact, StudentAdapter):
-            tracker.register_candidate(model_id, artifact)
+        if isinstance(artifact, StudentAdapter) and not tracker.is_for_reproductions:
+            Registry(tracker).register(model_id, artifact)
+    elif not tracker.is_for_reproductions:
+        apply_verdict(tracker, artifact)
 
 
 def settle(tracker: Tracker, artifact: Artifact) -> None:
@@ -234,5 +236,27 @@ def settle(tracker: Tracker, artifact: Artifact) -> None:
 
 
 def record_outcome(tracker: Tracker, run_id: str, stage: Stage, outcome: StageOutcome) -> None:
-    """Note a stage's outcome on the run of its chain, where a retry of the chain finds it."""
-    tracker.set_tags(run_id, {f"outcome.{stage}": outcome.model_dump_json()})
+    """Note a stage's outcome on the run of its chain, where a retry of the chain finds it.
+
+    The chain's run gets the stage's figures, too, so that chains are compared like runs; one tag
+    marks all runs of the chain, those that were reused included.
+    """
+    membership = member_tag(run_id)
+    tracker.set_tags(run_id, {f"outcome.{stage}": outcome.model_dump_json(), membership: "chain"})
+    manifest = read_manifest(Path(outcome.artifact))
+    tracker.log_points(run_id, _points(manifest.metrics, f"{stage}/"))
+    if outcome.mlflow_run_id is None:
+        return
+    try:
+        tracker.read_run(outcome.mlflow_run_id)
+    except MissingInputError:
+        return  # A reused artefact whose run is in another MLflow.
+    tracker.set_tags(outcome.mlflow_run_id, {membership: "reused" if outcome.reused else "ran"})
+
+
+def _points(values: Mapping[str, float], prefix: str) -> list[MetricPoint]:
+    now_ms = time.time_ns() // 1_000_000
+    return [
+        MetricPoint(clean_name(f"{prefix}{name}"), value, 0, now_ms)
+        for name, value in values.items()
+    ]

@@ -19,6 +19,7 @@ from tasks.config_evaluate import (
     EvaluateConfig,
     GateConfig,
     JudgingConfig,
+    PromotionConfig,
 )
 from tasks.config_ingest import (
     DemoWorldConfig,
@@ -97,6 +98,7 @@ __all__ = [
     "PolicyLossConfig",
     "PositiveFloat",
     "PositiveInt",
+    "PromotionConfig",
     "RenderingConfig",
     "RewardComponentConfig",
     "RewardConfig",

@@ -176,6 +176,25 @@ class GateConfig(Section):
     )
 
 
+class PromotionConfig(Section):
+    """When a student that passes the gate becomes the champion.
+
+    A student is compared with the champion only in what both were measured with the same yardstick:
+    the same judge or reward model, and the same questions or data.
+    """
+
+    enabled: bool = Field(True, description="Off: a champion is made by `rlhf promote` alone.")
+    max_rate_drop: float = Field(
+        0.02,
+        ge=0.0,
+        le=1.0,
+        description="How far below the champion's an accuracy, a win rate or a share may be.",
+    )
+    max_score_drop: float = Field(
+        0.1, ge=0.0, description="How far below the champion's the score on the questions may be."
+    )
+
+
 class EvaluateConfig(StageConfig):
     """Two-turn questions in MT-Bench format, scored by the reward model or a language model."""
 
@@ -188,6 +207,7 @@ class EvaluateConfig(StageConfig):
     judging: JudgingConfig = JudgingConfig()
     answers: AnswersConfig = AnswersConfig()
     gate: GateConfig = GateConfig()
+    promotion: PromotionConfig = setting(PromotionConfig())
     max_questions: PositiveInt | None = None
     generation: GenerationConfig = GenerationConfig()
     category_temperatures: dict[str, Annotated[float, Field(ge=0.0)]] = Field(

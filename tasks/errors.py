@@ -7,6 +7,8 @@ what was found, what was expected, and what to do about it.
 
 from __future__ import annotations
 
+from tasks.redaction import redact
+
 
 class RlhfError(Exception):
     """Base of the project's errors.
@@ -29,7 +31,8 @@ class RlhfError(Exception):
             parts.append(f"Expected: {self.expected.rstrip('.')}.")
         if self.fix:
             parts.append(f"Fix: {self.fix.rstrip('.')}.")
-        return " ".join(parts)
+        # A message may name an address with a password; it ends up in logs and tags.
+        return redact(" ".join(parts))
 
 
 class ConfigError(RlhfError, ValueError):
@@ -92,3 +95,8 @@ class WorkerLostError(RlhfError, ConnectionError):
 
 class RewardError(RlhfError, ValueError):
     """A reward that cannot be used: no variance, not a number, a reward function that fails."""
+
+
+class PromotionError(RlhfError, ValueError):
+    """A student that does not become the champion, or a rollback with nothing to go back to; the
+    last champion stays."""

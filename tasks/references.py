@@ -1,18 +1,22 @@
-"""Artefacts by string: ``latest``, ``runs:/<id>``, ``models:/<name>@<alias>`` or a path."""
+"""Artefacts, runs and versions by string: ``latest``, ``runs:/<id>``, ``models:/<name>@<alias>``,
+``models:/<name>/<version>`` or a path."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from tasks.artifacts import Artifact, load_artifact
 from tasks.errors import MissingInputError
+from tasks.model_registry import Registry, StudentVersion
 from tasks.tracking import PIPELINE, RunRecord, Tracker
 
 LATEST = "latest"
 RUNS = "runs:/"
 MODELS = "models:/"
+_RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 A = TypeVar("A", bound=Artifact)
 
@@ -23,7 +27,8 @@ def resolve_reference(tracker: Tracker, ref: str, stage: str, kind: type[A]) -> 
     Args:
         tracker: the experiment to look in.
         ref: ``latest`` (the newest FINISHED run of ``stage``), ``runs:/<id>`` (a stage's run, or a
-            pipeline run, which stands for its ``stage``), ``models:/<name>@<alias>``, or a path.
+            pipeline run, which stands for its ``stage``), ``models:/<name>@<alias>``,
+            ``models:/<name>/<version>``, or a path.
         stage: which stage makes it.
         kind: what it must be.
 
@@ -58,22 +63,83 @@ def locate(tracker: Tracker, ref: str, stage: str) -> Path:
                 f"run `rlhf run --only {stage}` first, or give a path",
             )
         return _artifact_path(tracker, run, ref, stage)
-    if text.startswith(RUNS):
-        run = tracker.read_run(text.removeprefix(RUNS).strip("/"))
+    run = named_run(tracker, text)
+    if run is not None:
         return _artifact_path(tracker, run, ref, stage)
-    if text.startswith(MODELS):
-        name, at, alias = text.removeprefix(MODELS).partition("@")
-        if not at or not name or not alias:
-            raise MissingInputError(
-                f"Reference {ref!r} cannot be read", "models:/<name>@<alias>", "add the alias"
-            )
-        return _artifact_path(
-            tracker, tracker.read_run(tracker.run_of_alias(name, alias)), ref, stage
-        )
     return Path(text).expanduser().absolute()
 
 
+def named_run(tracker: Tracker, ref: str) -> RunRecord | None:
+    """Return the run that a reference names; None for a path or a word.
+
+    Raises:
+        MissingInputError: MLflow knows no such run, model, version or alias.
+    """
+    text = ref.strip()
+    if text.startswith(RUNS):
+        return tracker.read_run(text.removeprefix(RUNS).strip("/"))
+    if _RUN_ID.fullmatch(text) and not Path(text).exists():
+        return tracker.read_run(text)
+    if not text.startswith(MODELS):
+        return None
+    _, version = registered_version(tracker, text)
+    if not version.run_id:
+        raise MissingInputError(
+            f"Reference {ref!r}: version {version.version} of {version.name} was made by no run",
+            "a version that a run of this project registered",
+            "give another version",
+        )
+    return tracker.read_run(version.run_id)
+
+
+def registered_version(tracker: Tracker, ref: str) -> tuple[Registry, StudentVersion]:
+    """Return a version of a registered model, and the model.
+
+    Args:
+        tracker: where it is registered.
+        ref: ``models:/<name>@<alias>`` or ``models:/<name>/<version>``; of this experiment's
+            students also a number, an alias, or ``runs:/<id>`` of the run that made one.
+
+    Raises:
+        MissingInputError: no such model, version or alias.
+    """
+    text = ref.strip()
+    if text.startswith(MODELS):
+        name, separator, which = text.removeprefix(MODELS).rpartition("@" if "@" in text else "/")
+        if not name or not which or (separator == "/" and not which.isdigit()):
+            raise MissingInputError(
+                f"Reference {ref!r} cannot be read",
+                "models:/<name>@<alias> or models:/<name>/<version>",
+                "add the alias",
+            )
+        registry = Registry(tracker, name)
+        if separator == "@":
+            return registry, registry.aliased(which)
+        return registry, registry.version(int(which))
+    registry = Registry(tracker)
+    if text.isdigit():
+        return registry, registry.version(int(text))
+    run = named_run(tracker, text)
+    if run is None:
+        return registry, registry.aliased(text)
+    found = registry.of_run(run.run_id)
+    if found is None:
+        raise MissingInputError(
+            f"Reference {ref!r}: run {run.run_id} of {run.stage or 'no stage'} made no version of "
+            f"{registry.name}",
+            "a run of distill",
+            "give the number of a version",
+        )
+    return registry, found
+
+
 def _artifact_path(tracker: Tracker, run: RunRecord, ref: str, stage: str) -> Path:
+    if run.is_deleted:
+        raise MissingInputError(
+            f"Reference {ref!r}: run {run.run_id} was deleted",
+            "an active run",
+            f"`mlflow runs restore --run-id {run.run_id}`, or give another reference",
+        )
     if run.stage == PIPELINE:
         return _pipeline_path(run, ref, stage)
     path = run.tags.get("artifact.path")

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
+import tempfile
 import time
-import urllib.error
-import urllib.request
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("DO_NOT_TRACK", "true")
-os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
-# The client's own defaults wait for minutes before they report a server that is gone.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+# First, because MLflow reads the environment when it is imported.
+from tasks.mlflow_client import check_server, check_uri, quieten
+from tasks.mlflow_client import client_of as _client
+from tasks.mlflow_client import quoted as _quoted
+from tasks.mlflow_client import translated as _translated
 
+# isort: split
 import mlflow
-from mlflow import MlflowClient
 from mlflow.data.dataset_source_registry import resolve_dataset_source
 from mlflow.data.meta_dataset import MetaDataset
 from mlflow.entities import (
@@ -41,13 +34,14 @@ from mlflow.exceptions import MlflowException
 
 from tasks.artifacts import Artifact
 from tasks.config import TrackingConfig
-from tasks.errors import ClusterError, ConfigError, MissingInputError, WorkspaceError
+from tasks.errors import ConfigError, MissingInputError
+from tasks.redaction import guard_logs, redact, redact_config, without_credentials
 from tasks.tracking_values import cut_tag, flat_params
 from tasks.workspace import Workspace
 
 PIPELINE = "pipeline"
+REPRODUCTIONS = "-reproductions"
 DIGEST_CHARS = 36
-_CONNECT_SECONDS = 5
 _PARAMS_PER_REQUEST = 100
 _METRICS_PER_REQUEST = 1000
 
@@ -65,13 +59,17 @@ class MetricPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What MLflow knows about a run."""
+    """What MLflow knows about a run; of each metric the last value."""
 
     run_id: str
     status: str
     tags: Mapping[str, str]
     started_ms: int
     ended_ms: int | None
+    name: str = ""
+    params: Mapping[str, str] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    is_deleted: bool = False
 
     @property
     def stage(self) -> str | None:
@@ -87,48 +85,15 @@ def connect(config: TrackingConfig, workspace: Workspace) -> Tracker:
         ClusterError: the server does not answer within 5 s.
         WorkspaceError: the embedded database cannot be written.
     """
-    _quieten()
+    quieten()
+    guard_logs()
     uri = config.tracking_uri or workspace.tracking_uri
-    _check_uri(uri)
+    check_uri(uri)
     if uri.startswith("http"):
-        _check_server(uri)
+        check_server(uri)
     with _translated(uri):
         experiment_id = _experiment_id(uri, config.experiment, workspace)
     return Tracker(uri, config.experiment, experiment_id)
-
-
-def _quieten() -> None:
-    for name in ("mlflow", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message="The specified dataset source can be interpreted")
-
-
-def _check_uri(uri: str) -> None:
-    scheme, separator, rest = uri.partition("://")
-    if not separator or scheme.startswith("file"):
-        raise ConfigError(
-            f"tracking.tracking_uri is {uri!r}",
-            "http://host:port or sqlite:////absolute/path.db",
-            "MLflow has no file store any more; leave it null for the workspace's database",
-        )
-    if scheme == "sqlite" and not rest.startswith("//"):
-        raise ConfigError(
-            f"tracking.tracking_uri {uri!r} is relative to whatever directory a worker runs in",
-            "four slashes and an absolute path",
-            "write sqlite:////absolute/path.db",
-        )
-
-
-def _check_server(uri: str) -> None:
-    try:
-        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_CONNECT_SECONDS):
-            return
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise ClusterError(
-            f"No MLflow server answers at {uri}: {error}",
-            "a running `mlflow server`",
-            "start it, correct tracking.tracking_uri, or set it to null to need no server",
-        ) from error
 
 
 def _experiment_id(uri: str, name: str, workspace: Workspace) -> str:
@@ -157,28 +122,6 @@ def _experiment_id(uri: str, name: str, workspace: Workspace) -> str:
     return identifier
 
 
-@cache
-def _client(uri: str) -> MlflowClient:
-    return MlflowClient(tracking_uri=uri)
-
-
-@contextmanager
-def _translated(uri: str) -> Iterator[None]:
-    try:
-        yield
-    except MlflowException as error:
-        reason = str(error).splitlines()[0][:300]
-        if uri.startswith("http"):
-            raise ClusterError(
-                f"MLflow at {uri} refused: {reason}", "a working server", "look at the server's log"
-            ) from error
-        raise WorkspaceError(
-            f"The MLflow database {uri} cannot be used: {reason}",
-            "a readable and writable database of this MLflow version",
-            "free space, correct its permissions, or choose another RLHF_HOME",
-        ) from error
-
-
 @dataclass(frozen=True)
 class Tracker:
     """Writes to and reads from one experiment. Picklable: Ray workers report to the same run."""
@@ -192,11 +135,25 @@ class Tracker:
         """Registered name of this experiment's students."""
         return f"{self.experiment}-student"
 
+    @property
+    def shown_uri(self) -> str:
+        """The address as it may be printed."""
+        return without_credentials(self.tracking_uri)
+
+    @property
+    def is_for_reproductions(self) -> bool:
+        """Whether the experiment holds repeats of earlier runs, whose students nobody wants."""
+        return self.experiment.endswith(REPRODUCTIONS)
+
     def start_run(
         self, name: str, tags: Mapping[str, str | None], config: Mapping[str, Any]
     ) -> str:
-        """Open a run with its tags and config, whole and as flat parameters; return its id."""
-        kept = {key: cut_tag(value) for key, value in tags.items() if value is not None}
+        """Open a run with its tags and config, whole and as flat parameters; return its id.
+
+        Keys and passwords are left out of both.
+        """
+        config = redact_config(config)
+        kept = {key: cut_tag(redact(value)) for key, value in tags.items() if value is not None}
         with _translated(self.tracking_uri):
             run = _client(self.tracking_uri).create_run(
                 self.experiment_id, tags=kept, run_name=name
@@ -234,7 +191,7 @@ class Tracker:
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; longer values than MLflow keeps are cut with a mark."""
-        entries = [RunTag(key, cut_tag(value)) for key, value in tags.items()]
+        entries = [RunTag(key, cut_tag(redact(value))) for key, value in tags.items()]
         with _translated(self.tracking_uri):
             _client(self.tracking_uri).log_batch(run_id, tags=entries)
 
@@ -257,7 +214,7 @@ class Tracker:
     def log_text(self, run_id: str, text: str, name: str) -> None:
         """Attach a text file."""
         with _translated(self.tracking_uri):
-            _client(self.tracking_uri).log_text(run_id, text, name)
+            _client(self.tracking_uri).log_text(run_id, redact(text), name)
 
     def log_file(self, run_id: str, path: Path, directory: str = "") -> None:
         """Attach a file."""
@@ -299,23 +256,6 @@ class Tracker:
         model_id: str = model.model_id
         return model_id
 
-    def register_candidate(self, model_id: str, artifact: Artifact) -> int:
-        """Register a model as the newest version of the student and point ``candidate`` at it."""
-        name = self.student_model_name
-        client = _client(self.tracking_uri)
-        with _translated(self.tracking_uri):
-            if not client.search_registered_models(f"name = {_quoted(name)}", max_results=1):
-                client.create_registered_model(name)
-            version = client.create_model_version(
-                name,
-                source=f"models:/{model_id}",
-                run_id=artifact.manifest.mlflow_run_id,
-                tags={"artifact.path": str(artifact.path)},
-                model_id=model_id,
-            )
-            client.set_registered_model_alias(name, "candidate", version.version)
-        return int(version.version)
-
     def log_model_input(self, run_id: str, model_id: str) -> None:
         """Record that a run used a model."""
         with _translated(self.tracking_uri):
@@ -331,7 +271,7 @@ class Tracker:
             return _record(_client(self.tracking_uri).get_run(run_id))
         except MlflowException as error:
             raise MissingInputError(
-                f"No MLflow run {run_id} at {self.tracking_uri}",
+                f"No MLflow run {run_id} at {self.shown_uri}",
                 "the id of a run",
                 "copy the id from the MLflow page of the run",
             ) from error
@@ -357,29 +297,42 @@ class Tracker:
         found = self.find_runs({"stage": stage}, "FINISHED", limit=1)
         return found[0] if found else None
 
-    def run_of_alias(self, name: str, alias: str) -> str:
-        """Return the id of the run behind ``models:/<name>@<alias>``.
+    def chain_members(self, pipeline_run_id: str) -> list[RunRecord]:
+        """Return the run of a chain and those of its stages, reused ones included, oldest first."""
+        with _translated(self.tracking_uri):
+            found = _client(self.tracking_uri).search_runs(
+                [self.experiment_id],
+                filter_string=f"tags.`{member_tag(pipeline_run_id)}` LIKE '%'",
+                order_by=["attributes.start_time ASC"],
+            )
+        return [_record(run) for run in found]
 
-        Raises:
-            MissingInputError: no such model or alias.
-        """
-        try:
-            version = _client(self.tracking_uri).get_model_version_by_alias(name, alias)
-        except MlflowException as error:
-            raise MissingInputError(
-                f"No registered model {name!r} with alias {alias!r} at {self.tracking_uri}",
-                "a model and alias of the MLflow model registry",
-                f"run the chain, which registers {self.student_model_name}@candidate",
-            ) from error
-        run_id: str = version.run_id
-        return run_id
+    def metric_history(self, run_id: str, name: str) -> list[tuple[int, float]]:
+        """Return the steps and values of a metric in the order of the steps."""
+        with _translated(self.tracking_uri):
+            points = _client(self.tracking_uri).get_metric_history(run_id, name)
+        return sorted((point.step, point.value) for point in points)
+
+    def read_text(self, run_id: str, name: str) -> str | None:
+        """Return a text file of a run; None when it has none of that name."""
+        with tempfile.TemporaryDirectory(prefix="rlhf-mlflow-") as directory:
+            try:
+                path = _client(self.tracking_uri).download_artifacts(run_id, name, directory)
+            except (MlflowException, OSError):
+                return None
+            return Path(path).read_text(encoding="utf-8")
 
     def run_url(self, run_id: str) -> str | None:
         """Return the page of a run, when a server shows it."""
         if not self.tracking_uri.startswith("http"):
             return None
         page = f"#/experiments/{self.experiment_id}/runs/{run_id}?workflowType=machine_learning"
-        return f"{self.tracking_uri.rstrip('/')}/{page}"
+        return f"{self.shown_uri.rstrip('/')}/{page}"
+
+
+def member_tag(pipeline_run_id: str) -> str:
+    """Return the name of the tag that marks the runs of one chain."""
+    return f"chain.{pipeline_run_id}"
 
 
 def _record(run: Run) -> RunRecord:
@@ -389,8 +342,8 @@ def _record(run: Run) -> RunRecord:
         tags=dict(run.data.tags),
         started_ms=run.info.start_time,
         ended_ms=run.info.end_time,
+        name=run.info.run_name or "",
+        params=dict(run.data.params),
+        metrics=dict(run.data.metrics),
+        is_deleted=run.info.lifecycle_stage == "deleted",
     )
-
-
-def _quoted(value: str) -> str:
-    return '"' + value.replace('"', "") + '"' if "'" in value else f"'{value}'"

@@ -64,7 +64,10 @@ def test_pipeline_run_stands_for_its_stages(tracker: Tracker, make_artifact: Mak
         ("latest", r"'latest'.*no finished sft.*rlhf run --only sft"),
         ("runs:/0123", r"No MLflow run 0123"),
         ("models:/student@candidate", r"No registered model 'student' with alias 'candidate'"),
-        ("models:/student/1", r"'models:/student/1' cannot be read"),
+        ("models:/student/1", r"student has no version 1"),
+        ("models:/student", r"'models:/student' cannot be read.*add the alias"),
+        ("models:/student/one", r"'models:/student/one' cannot be read"),
+        ("0123456789abcdef0123456789abcdef", r"No MLflow run 0123456789abcdef"),
         ("/nowhere/at/all", r"'/nowhere/at/all'.*not there.*--only sft"),
     ],
 )

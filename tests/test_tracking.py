@@ -20,6 +20,7 @@ from tasks.artifacts import StudentAdapter
 from tasks.config import SftConfig, TrackingConfig
 from tasks.errors import ClusterError, ConfigError, MissingInputError
 from tasks.lineage import lineage_tree, upstream_tags
+from tasks.model_registry import Registry
 from tasks.progress import ProgressDisplay
 from tasks.references import resolve_reference
 from tasks.run_log import StageLog
@@ -276,8 +277,8 @@ def test_candidate_moves_to_the_newest_student(tracker: Tracker, make_artifact: 
         run_id = _start(tracker, "distill")
         student = make_artifact("distill", run_id=run_id, seed=seed)
         model_id = tracker.log_model_output(run_id, student, "distill")
-        versions.append(tracker.register_candidate(model_id, student))
-        assert tracker.run_of_alias("rlhf-flows-student", "candidate") == run_id
+        versions.append(Registry(tracker).register(model_id, student))
+        assert Registry(tracker, "rlhf-flows-student").aliased("candidate").run_id == run_id
     assert versions == [1, 2]
 
 
@@ -325,7 +326,7 @@ def test_everything_works_over_a_server(
     log.close()
     student = make_artifact("distill", parents, run_id=run_id)
     tracker.set_tags(run_id, {"artifact.path": str(student.path)})
-    tracker.register_candidate(tracker.log_model_output(run_id, student, "distill"), student)
+    Registry(tracker).register(tracker.log_model_output(run_id, student, "distill"), student)
     tracker.log_dataset(run_id, data.path, "preferences", data.fingerprint, "training")
     tracker.finish(run_id, "FINISHED")
 

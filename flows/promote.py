@@ -1,0 +1,241 @@
+"""Candidate to champion: by an evaluation's verdict, or by hand."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.artifacts import EvalReport, StudentAdapter, load_artifact
+from tasks.config import EvaluateConfig, TrackingConfig
+from tasks.errors import ArtifactError, MissingInputError, PromotionError
+from tasks.model_registry import CHAMPION, Registry, StudentVersion
+from tasks.promotion import (
+    Evaluation,
+    Promotion,
+    champion_of,
+    compare_with_champion,
+    evaluation_of,
+    known_evaluation,
+    move_champion,
+    record_evaluation,
+    version_before,
+)
+from tasks.references import registered_version
+from tasks.run_log import run_logger
+from tasks.tracking import RunRecord, Tracker, connect
+from tasks.workspace import Workspace
+
+OUTCOME_TAG = "promotion"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of a student after its evaluation."""
+
+    is_champion: bool
+    text: str
+
+
+def apply_verdict(tracker: Tracker, artifact: EvalReport) -> Decision:
+    """Record what an evaluation says of its student, and make it the champion if it is to be one.
+
+    A refusal is no failure of the evaluation: it is logged, with its reasons, and tagged on the run
+    and on the version. The champion stays.
+    """
+    run_id = artifact.manifest.mlflow_run_id
+    assert run_id is not None, "an artefact of a flow names its run"
+    decision = _decide(tracker, artifact, run_id)
+    run_logger("evaluate").info("Promotion: %s", decision.text)
+    tracker.set_tags(run_id, {OUTCOME_TAG: decision.text})
+    return decision
+
+
+def _decide(tracker: Tracker, artifact: EvalReport, run_id: str) -> Decision:
+    student = artifact.manifest.parents.get("student")
+    registry = Registry(tracker)
+    made_by = student.mlflow_run_id if student else None
+    version = registry.of_run(made_by) if made_by else None
+    if version is None:
+        return Decision(False, f"the student is no version of {registry.name}")
+    # Read before anything is compared: what changes meanwhile makes the move fail.
+    expected = champion_of(registry)
+    found = evaluation_of(run_id, artifact.manifest, artifact.report, _accuracy(tracker, artifact))
+    record_evaluation(registry, version.version, found)
+    name = f"version {version.version} of {registry.name}"
+    if version.version == expected:
+        return Decision(True, f"{name} is the champion already{_worry(found)}")
+    cfg = EvaluateConfig.model_validate(artifact.manifest.config)
+    if found.verdict is None or not cfg.promotion.enabled:
+        why = "no gate is set" if found.verdict is None else "promotion is off"
+        return Decision(False, f"{name} stays a candidate: {why} (`rlhf promote`)")
+    reasons = _reasons_against(registry, version, found, expected, cfg)
+    if not reasons:
+        try:
+            why = f"the gate of evaluation {run_id} passed"
+            wanted = Promotion(version.version, expected, _who(f"evaluation {run_id}"), why)
+            move_champion(registry, wanted)
+            instead = "" if expected is None else f" instead of version {expected}"
+            registry.tag(version.version, {"promotion.verdict": "promoted"})
+            return Decision(True, f"{name} is the champion{instead}")
+        except PromotionError as error:
+            reasons = [str(error)]
+    text = "; ".join(reasons)
+    registry.tag(version.version, {"promotion.verdict": "refused", "promotion.reasons": text})
+    return Decision(False, f"{name} is refused: {text}")
+
+
+def _worry(found: Evaluation) -> str:
+    if found.verdict != "failed":
+        return ""
+    return f", and fails the gate now ({'; '.join(found.reasons)}): think of `rlhf rollback`"
+
+
+def _accuracy(tracker: Tracker, artifact: EvalReport) -> float | None:
+    """Return the reward model's accuracy on its test split, from the run that trained it."""
+    parent = artifact.manifest.parents.get("reward_model")
+    if parent is None or parent.mlflow_run_id is None:
+        return None
+    try:
+        return tracker.read_run(parent.mlflow_run_id).metrics.get("summary/test_accuracy")
+    except MissingInputError:
+        return None
+
+
+def _reasons_against(
+    registry: Registry,
+    version: StudentVersion,
+    found: Evaluation,
+    expected: int | None,
+    cfg: EvaluateConfig,
+) -> list[str]:
+    reasons = list(found.reasons)
+    if "rolled_back.at" in version.tags:
+        reasons.append(
+            f"it was rolled back at {version.tags['rolled_back.at']}; `rlhf promote` does it anyway"
+        )
+    if expected is None:
+        return reasons
+    if version.version < expected:
+        reasons.append(f"it is older than the champion, version {expected}")
+    champion = registry.version(expected)
+    theirs = known_evaluation(champion)
+    if theirs is not None:
+        checks = compare_with_champion(found, theirs, cfg.promotion)
+        reasons += [str(check) for check in checks if check.is_bad]
+    return reasons
+
+
+def _who(what: str = "") -> str:
+    person = f"{getpass.getuser()}@{socket.gethostname()}"
+    return f"{person}, {what}" if what else person
+
+
+@dataclass(frozen=True)
+class PromoteRequest:
+    """`rlhf promote`.
+
+    Args:
+        ref: a number, ``candidate``, ``models:/<name>@<alias>``, ``models:/<name>/<number>``, or
+            ``runs:/<id>`` of the run that made the student.
+        is_forced: promote although the gate failed.
+    """
+
+    ref: str
+    why: str
+    tracking: TrackingConfig
+    is_forced: bool = False
+
+
+def promote(request: PromoteRequest) -> str:
+    """Make a version the champion; return a line about it.
+
+    Raises:
+        MissingInputError: no such version, or its student is gone.
+        ArtifactError: its student is torn or edited.
+        PromotionError: its evaluation failed the gate, or the champion changed in the meantime.
+    """
+    tracker = _tracker(request.tracking)
+    registry, version = registered_version(tracker, request.ref)
+    expected = champion_of(registry)
+    if expected == version.version:
+        return f"Version {expected} of {registry.name} is the champion already."
+    note = _check_promotable(tracker, version)
+    found = known_evaluation(version)
+    if found is not None and found.verdict == "failed" and not request.is_forced:
+        raise PromotionError(
+            f"Version {version.version} of {registry.name} failed the gate: "
+            + "; ".join(found.reasons),
+            "an evaluation that passed",
+            "promote another version, or add --force",
+        )
+    forced = " (forced: the gate failed)" if found and found.verdict == "failed" else ""
+    wanted = Promotion(version.version, expected, _who(), request.why + forced)
+    move_champion(registry, wanted)
+    return _told(registry, version.version, expected) + note
+
+
+def rollback(why: str, tracking: TrackingConfig) -> str:
+    """Make the champion before the current one the champion again; return a line about it.
+
+    Raises:
+        PromotionError: there is nothing to go back to, or the champion changed in the meantime.
+        MissingInputError: the earlier champion's version or student is gone.
+    """
+    tracker = _tracker(tracking)
+    registry = Registry(tracker)
+    registry.aliased(CHAMPION)
+    expected = champion_of(registry)
+    version = registry.version(version_before(registry))
+    note = _check_promotable(tracker, version)
+    move_champion(registry, Promotion(version.version, expected, _who(), why, "rollback"))
+    return _told(registry, version.version, expected) + note
+
+
+def _tracker(tracking: TrackingConfig) -> Tracker:
+    workspace = Workspace.from_environment()
+    workspace.prepare()
+    return connect(tracking, workspace)
+
+
+def _told(registry: Registry, number: int, expected: int | None) -> str:
+    instead = "" if expected is None else f" instead of version {expected}"
+    return f"Version {number} of {registry.name} is the {CHAMPION}{instead}."
+
+
+def _check_promotable(tracker: Tracker, version: StudentVersion) -> str:
+    """Refuse a version without a sound student; return a note where that cannot be seen from here.
+
+    Raises:
+        MissingInputError: the student, or the run that made it, is gone.
+        ArtifactError: the student is torn or edited.
+    """
+    run = tracker.read_run(version.run_id)
+    name = f"version {version.version} of {version.name}"
+    if run.is_deleted or run.status != "FINISHED":
+        state = "was deleted" if run.is_deleted else f"is {run.status}"
+        raise MissingInputError(
+            f"The MLflow run {run.run_id} of {name} {state}",
+            "a FINISHED run",
+            f"`mlflow runs restore --run-id {run.run_id}`, or promote another version"
+            if run.is_deleted
+            else "promote another version",
+        )
+    path = Path(version.artifact_path or "")
+    if not path.exists() and _is_elsewhere(run):
+        return f" Its files are in {run.tags['workspace']}, which was not looked at."
+    try:
+        load_artifact(path, StudentAdapter)
+    except (MissingInputError, ArtifactError) as error:
+        raise type(error)(
+            f"The student of {name} cannot be used: {error.found}",
+            error.expected,
+            "promote another version, or run `rlhf run --only distill` for a new one",
+        ) from error
+    return ""
+
+
+def _is_elsewhere(run: RunRecord) -> bool:
+    host = run.tags.get("workspace", "").partition(":")[0]
+    return bool(host) and host != socket.gethostname()

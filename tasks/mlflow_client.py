@@ -1,0 +1,105 @@
+"""The MLflow client: its environment, its addresses, its errors in the project's words."""
+
+from __future__ import annotations
+
+import logging
+import os
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("DO_NOT_TRACK", "true")
+os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")
+# The client's own defaults wait for minutes before they report a server that is gone.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+
+from tasks.errors import ClusterError, ConfigError, WorkspaceError
+
+_CONNECT_SECONDS = 5
+
+
+@cache
+def client_of(uri: str) -> MlflowClient:
+    """Return the client of an address, one per process."""
+    return MlflowClient(tracking_uri=uri)
+
+
+def quieten() -> None:
+    """Silence what MLflow and its database migrations say at every start."""
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message="The specified dataset source can be interpreted")
+
+
+def check_uri(uri: str) -> None:
+    """Refuse an address that MLflow would misread.
+
+    Raises:
+        ConfigError: a file store, or a path relative to whatever directory a worker runs in.
+    """
+    scheme, separator, rest = uri.partition("://")
+    if not separator or scheme.startswith("file"):
+        raise ConfigError(
+            f"tracking.tracking_uri is {uri!r}",
+            "http://host:port or sqlite:////absolute/path.db",
+            "MLflow has no file store any more; leave it null for the workspace's database",
+        )
+    if scheme == "sqlite" and not rest.startswith("//"):
+        raise ConfigError(
+            f"tracking.tracking_uri {uri!r} is relative to whatever directory a worker runs in",
+            "four slashes and an absolute path",
+            "write sqlite:////absolute/path.db",
+        )
+
+
+def check_server(uri: str) -> None:
+    """Ask a server whether it is well.
+
+    Raises:
+        ClusterError: no answer within 5 s.
+    """
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_CONNECT_SECONDS):
+            return
+    except (urllib.error.URLError, OSError, ValueError) as error:
+        raise ClusterError(
+            f"No MLflow server answers at {uri}: {error}",
+            "a running `mlflow server`",
+            "start it, correct tracking.tracking_uri, or set it to null to need no server",
+        ) from error
+
+
+@contextmanager
+def translated(uri: str) -> Iterator[None]:
+    """Turn MLflow's errors into the project's.
+
+    Raises:
+        ClusterError: a server refused or did not answer.
+        WorkspaceError: the embedded database cannot be used.
+    """
+    try:
+        yield
+    except MlflowException as error:
+        reason = str(error).splitlines()[0][:300]
+        if uri.startswith("http"):
+            raise ClusterError(
+                f"MLflow at {uri} refused: {reason}", "a working server", "look at the server's log"
+            ) from error
+        raise WorkspaceError(
+            f"The MLflow database {uri} cannot be used: {reason}",
+            "a readable and writable database of this MLflow version",
+            "free space, correct its permissions, or choose another RLHF_HOME",
+        ) from error
+
+
+def quoted(value: str) -> str:
+    """Return a value for MLflow's filter language."""
+    return '"' + value.replace('"', "") + '"' if "'" in value else f"'{value}'"
