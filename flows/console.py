@@ -13,7 +13,6 @@ from rich.table import Table
 from flows.monitor import RunMonitor, StageOutcome, summary_of
 from flows.results import STOPPED, chain_rows
 from tasks.config import TrackingConfig
-from tasks.lineage import LineageNode
 from tasks.workspace import Workspace
 
 
@@ -112,45 +111,3 @@ def ui_commands(
         f"Prefect UI: {prefect_url.removesuffix('/api')}" if prefect_url else prefect,
         f"MLflow UI:  {uri}" if uri.startswith("http") else mlflow,
     ]
-
-
-def print_lineage(console: Console, node: LineageNode) -> None:
-    """Print the tree from an artefact to its raw sources, and the links that do not hold."""
-    for line in lineage_lines(node):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for broken in node.broken:
-        console.print(
-            f"{broken.status}: {broken.path}: {broken.note}",
-            style="red",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-
-
-def lineage_lines(node: LineageNode) -> list[str]:
-    """Return the tree as text; what is shown in full already is only named the second time."""
-    lines: list[str] = []
-    _grow(lines, node, node.stage or node.kind, ("", ""), set())
-    return lines
-
-
-def _grow(
-    lines: list[str], node: LineageNode, name: str, indents: tuple[str, str], shown: set[str]
-) -> None:
-    """Add a node and all above it; ``indents`` are those of its first line and of the rest."""
-    first, rest = indents
-    head = f"{first}{name}: {node.kind} {node.fingerprint}"
-    if node.status != "present":
-        head += f" [{node.status}]"
-    if node.path in shown and node.parents:
-        lines.append(f"{head} (see above)")
-        return
-    shown.add(node.path)
-    run = f"  (MLflow run {node.mlflow_run_id})" if node.mlflow_run_id else ""
-    lines += [head, f"{rest}{'│ ' if node.parents else '  '}{node.path}{run}"]
-    last = len(node.parents) - 1
-    for index, (label, parent) in enumerate(node.parents.items()):
-        is_last = index == last
-        branch = ("└─ " if is_last else "├─ ", "   " if is_last else "│  ")
-        _grow(lines, parent, label, (rest + branch[0], rest + branch[1]), shown)

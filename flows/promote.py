@@ -22,9 +22,10 @@ from tasks.promotion import (
     record_evaluation,
     version_before,
 )
+from tasks.provenance import is_elsewhere
 from tasks.references import registered_version
 from tasks.run_log import run_logger
-from tasks.tracking import RunRecord, Tracker, connect
+from tasks.tracking import Tracker, connect
 from tasks.workspace import Workspace
 
 OUTCOME_TAG = "promotion"
@@ -223,7 +224,7 @@ def _check_promotable(tracker: Tracker, version: StudentVersion) -> str:
             else "promote another version",
         )
     path = Path(version.artifact_path or "")
-    if not path.exists() and _is_elsewhere(run):
+    if not path.exists() and is_elsewhere(run.tags.get("workspace", "")):
         return f" Its files are in {run.tags['workspace']}, which was not looked at."
     try:
         load_artifact(path, StudentAdapter)
@@ -234,8 +235,3 @@ def _check_promotable(tracker: Tracker, version: StudentVersion) -> str:
             "promote another version, or run `rlhf run --only distill` for a new one",
         ) from error
     return ""
-
-
-def _is_elsewhere(run: RunRecord) -> bool:
-    host = run.tags.get("workspace", "").partition(":")[0]
-    return bool(host) and host != socket.gethostname()

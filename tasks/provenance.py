@@ -71,6 +71,12 @@ def workspace_name(root: Path) -> str:
     return f"{socket.gethostname()}:{root}"
 
 
+def is_elsewhere(name: str) -> bool:
+    """Tell whether the workspace that `workspace_name` named is on another machine."""
+    host = name.partition(":")[0]
+    return bool(host) and host != socket.gethostname()
+
+
 def process_name() -> str:
     """Return what tells this process from all others of this machine, earlier ones included."""
     return f"{os.getpid()}:{psutil.Process().create_time():.0f}"

@@ -14,7 +14,8 @@ import psutil
 import pytest
 from rich.console import Console
 
-from flows.console import lineage_lines, print_result, ui_commands
+from flows.console import print_result, ui_commands
+from flows.lineage import lineage_lines
 from flows.monitor import (
     RunMonitor,
     StageOutcome,
