@@ -16,7 +16,8 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
-from tasks.config import STAGES, TrackingConfig
+from flows.run_commands import add_run_commands
+from tasks.config import TrackingConfig
 from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError
 from tasks.loading_config import find_config, load_config, parse_stage
 from tasks.provenance import DISTRIBUTION, package_versions
@@ -46,7 +47,6 @@ TrackingUri = Annotated[
     str | None, typer.Option(help="MLflow address; default: the workspace's database.")
 ]
 Experiment = Annotated[str, typer.Option(help="MLflow experiment.")]
-_STAGE_LIST = ", ".join(STAGES)
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -119,40 +119,6 @@ def run_command(
         else:
             print_ablation(console, Workspace.from_environment(), monitor)
         print_places(console, Workspace.from_environment(), cfg.tracking, prefect_url)
-
-
-@app.command("lineage")
-def lineage_command(
-    ref: Annotated[
-        str,
-        typer.Argument(
-            help=f"A path, runs:/<id>, models:/<name>@<alias>, latest, or a stage: {_STAGE_LIST}."
-        ),
-    ],
-    as_json: AsJson = False,
-    tracking_uri: TrackingUri = None,
-    experiment: Experiment = "rlhf-flows",
-    debug: Debug = False,
-) -> None:
-    """Print the tree from an artefact back to the raw files, with hashes.
-
-    The exit code is 1 when a link is broken: a missing artefact, or a raw file that has changed.
-    """
-    with _reported(debug):
-        from flows.console import print_lineage
-        from tasks.lineage import lineage_tree
-        from tasks.tracking import connect
-
-        workspace = Workspace.from_environment()
-        workspace.prepare()
-        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-        tree = lineage_tree(connect(tracking, workspace), ref)
-        if as_json:
-            print(tree.model_dump_json(indent=2))
-        else:
-            print_lineage(Console(), tree)
-        if tree.broken:
-            raise typer.Exit(_FAILURE)
 
 
 @app.command("score")
@@ -321,6 +287,9 @@ def _fail(message: str, code: int, is_debug: bool) -> None:
         f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
     )
     raise typer.Exit(code)
+
+
+add_run_commands(app, _reported)
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def run(request: RunRequest) -> RunMonitor:
         call = _flow_call(request)
         if server is not None:
             server.wait_ready()
-        with _settings(server):
+        with server_settings(server):
             call()
     return monitor
 
@@ -125,7 +125,8 @@ def _process_start() -> float:
     return psutil.Process().create_time()
 
 
-def _settings(server: TemporaryServer | None) -> AbstractContextManager[Any]:
+def server_settings(server: TemporaryServer | None) -> AbstractContextManager[Any]:
+    """Return Prefect's settings for runs on a temporary server, or on the user's."""
     if server is None:
         return nullcontext()
     from prefect.settings import temporary_settings

@@ -33,11 +33,13 @@ from tasks.progress import ProgressDisplay
 from tasks.provenance import (
     git_commit,
     is_process_alive,
+    machine,
     package_versions,
     process_name,
     workspace_name,
 )
 from tasks.run_log import StageLog, run_logger
+from tasks.system_metrics import machine_watched
 from tasks.tracking import MetricPoint, Status, Tracker, member_tag
 from tasks.tracking_values import clean_name
 from tasks.workspace import Workspace
@@ -86,7 +88,8 @@ def tracked(
     context = _context(workspace, prepared, run_id, log)
     try:
         publish_link(tracker, prepared.stage, run_id)
-        yield context
+        with machine_watched(log, options.tracking.system_metrics_seconds):
+            yield context
         log.close()
     except Exception as error:
         _end(log, "FAILED", error)
@@ -123,6 +126,7 @@ def _open_run(
         "stage": prepared.stage,
         "fingerprint": prepared.fingerprint,
         **place_tags(workspace),
+        **machine(),
         **_common_tags(options),
         **upstream_tags(prepared.parents),
     }

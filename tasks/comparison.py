@@ -142,15 +142,13 @@ def compare_runs(
         raise ConfigError(f"{len(refs)} run was given", "two or more", "name another run")
     runs = [find_run(tracker, ref) for ref in refs]
     metrics = [run.metrics for run in runs]
+    packages = [_packages(tracker, run) for run in runs]
     shown = _metric_names(metrics, is_complete)
     tables = [
         Table(title="runs", rows=_identity_rows(runs)),
         Table(title="settings", rows=_text_rows([run.params for run in runs], is_complete)),
         Table(title="inputs", rows=_text_rows([_inputs(run) for run in runs], is_complete)),
-        Table(
-            title="packages",
-            rows=_text_rows([_packages(tracker, run) for run in runs], is_complete),
-        ),
+        Table(title="packages", rows=_text_rows(packages, is_complete)),
         Table(title="metrics", rows=[_metric_row(name, metrics) for name in shown]),
     ]
     columns = [_column(tracker, ref, run) for ref, run in zip(refs, runs, strict=True)]
@@ -178,7 +176,8 @@ def _identity_rows(runs: Sequence[RunRecord]) -> list[Row]:
         "git commit": lambda run: run.tags.get("git.commit", "")[:12] or None,
         "fingerprint": lambda run: run.tags.get("fingerprint", "")[:12] or None,
         "chain": lambda run: run.tags.get("pipeline.run_id"),
-        "machine": lambda run: run.tags.get("machine"),
+        "processor": lambda run: run.tags.get("machine.cpu"),
+        "accelerators": lambda run: run.tags.get("machine.accelerators"),
         "promotion": lambda run: run.tags.get("promotion"),
         "failure": lambda run: run.tags.get("failure"),
     }

@@ -199,6 +199,9 @@ class TrackingConfig(Section):
         None, description="MLflow address; null is the workspace's database."
     )
     experiment: str = setting("rlhf-flows")
+    system_metrics_seconds: PositiveFloat | None = setting(
+        10.0, description="How often load, memory, disk and network are recorded; null is never."
+    )
 
 
 class PipelineConfig(Section):

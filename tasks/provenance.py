@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import socket
 import subprocess
 from functools import cache
@@ -25,7 +27,7 @@ _RECORDED = (
     "mlflow",
 )
 _ROOT = Path(__file__).resolve().parent.parent
-_GIT_TIMEOUT_SECONDS = 10
+_COMMAND_SECONDS = 10
 _CREATE_TIME_ERROR_SECONDS = 2.0
 
 
@@ -53,17 +55,46 @@ def git_commit() -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
+    return _output(["git", "-C", str(_ROOT), *arguments])
+
+
+def _output(command: list[str]) -> str | None:
+    """Return what a command prints; None when it is not there, fails or hangs."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(_ROOT), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=_GIT_TIMEOUT_SECONDS,
-            check=False,
+            command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+@cache
+def machine() -> dict[str, str]:
+    """Return what of this machine may change the bits of a result."""
+    return {
+        "machine.cpu": f"{_processor()}, {os.cpu_count()} cores",
+        "machine.accelerators": _accelerators(),
+        "machine.platform": f"{platform.platform()}, Python {platform.python_version()}",
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _accelerators() -> str:
+    """Return the names of the GPUs and their driver; no package is imported."""
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    lines = (_output(query) or "").splitlines()
+    return "; ".join(line.strip() for line in lines) or "none"
 
 
 def workspace_name(root: Path) -> str:
