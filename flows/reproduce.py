@@ -40,6 +40,9 @@ from tasks.reproduction import (
 from tasks.tracking import PIPELINE, REPRODUCTIONS, RunRecord, Tracker, connect
 from tasks.workspace import HOME_VARIABLE, Workspace
 
+# As the hub's client, the package index's wheels and the questions are named in the cache.
+_DOWNLOADS = ("models--*", "datasets--*", "packages", "questions-*")
+
 
 @dataclass(frozen=True)
 class ReproduceRequest:
@@ -99,6 +102,7 @@ def reproduce(request: ReproduceRequest) -> Reproduction:
     prepare_environment(workspace, is_debug=request.is_debug)
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}"
     home = workspace.root / "reproductions" / f"{recorded.stage}-{recorded.run.run_id[:8]}-{stamp}"
+    _share_downloads(workspace, Workspace(home))
     with termination_as_interrupt():
         path = _repeat(recorded, repeats, workspace, home)
     found = _compare(recorded, path)
@@ -202,6 +206,14 @@ def _repeat(
     with server_settings(server), _home(home), cluster_closed():
         made = STAGE_FLOWS[recorded.stage](recorded.cfg, **recorded.refs, options=options)
     return Path(made)
+
+
+def _share_downloads(workspace: Workspace, repeats: Workspace) -> None:
+    """Let the repeat find what was downloaded; what was computed it shall compute again."""
+    repeats.cache_dir.mkdir(parents=True)
+    for pattern in _DOWNLOADS:
+        for path in workspace.cache_dir.glob(pattern):
+            (repeats.cache_dir / path.name).symlink_to(path)
 
 
 @contextmanager

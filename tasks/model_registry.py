@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -27,6 +28,9 @@ _LEDGER: Final = "promotion.ledger"
 _MOVE: Final = re.compile(r"move\.(\d{6})$")
 _LONGEST_WHY: Final = 1000
 _MAX_VERSIONS: Final = 1000
+_ATTEMPTS: Final = 5
+_WAIT_SECONDS: Final = 0.1
+_CLASH: Final = re.compile(r"IntegrityError|UNIQUE constraint|duplicate key|Duplicate entry")
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,9 @@ class Registry:
                 },
                 model_id=model_id,
             )
-            self._client.set_registered_model_alias(self.name, CANDIDATE, version.version)
+            _repeated(
+                self._client.set_registered_model_alias, self.name, CANDIDATE, version.version
+            )
         return int(version.version)
 
     def _is_known(self) -> bool:
@@ -185,14 +191,15 @@ class Registry:
 
     def tag(self, number: int, tags: Mapping[str, str]) -> None:
         """Set tags of a version."""
+        client = self._client
         with translated(self.tracker.tracking_uri):
             for key, value in tags.items():
-                self._client.set_model_version_tag(self.name, str(number), key, redact(value))
+                _repeated(client.set_model_version_tag, self.name, str(number), key, redact(value))
 
     def point(self, alias: str, number: int) -> None:
         """Set an alias, whatever it was before."""
         with translated(self.tracker.tracking_uri):
-            self._client.set_registered_model_alias(self.name, alias, str(number))
+            _repeated(self._client.set_registered_model_alias, self.name, alias, str(number))
 
     def moves(self) -> list[Move]:
         """Return the ledger, the oldest move first."""
@@ -239,7 +246,7 @@ class Registry:
             known: str | None = model.tags.get(_LEDGER)
             if known is None:
                 known = self._agree_on_ledger()
-                self._client.set_registered_model_tag(self.name, _LEDGER, known)
+                _repeated(self._client.set_registered_model_tag, self.name, _LEDGER, known)
             return known
 
     def _agree_on_ledger(self) -> str:
@@ -262,6 +269,22 @@ class Registry:
         self._client.delete_run(mine)
         theirs: str = self._client.get_run(first.run_id).data.params[_LEDGER]
         return theirs
+
+
+def _repeated(write: Callable[..., Any], *values: str) -> None:
+    """Set a tag or an alias, again if another process set the same one at the same moment.
+
+    MLflow looks whether there is a row and then inserts one, so the second of two gets an error
+    of the database instead of the last word.
+    """
+    for attempt in range(_ATTEMPTS):
+        try:
+            write(*values)
+            return
+        except MlflowException as error:
+            if attempt + 1 == _ATTEMPTS or not _CLASH.search(str(error)):
+                raise
+            time.sleep(_WAIT_SECONDS * (attempt + 1))
 
 
 def _version(found: ModelVersion) -> StudentVersion:
