@@ -7,7 +7,7 @@ from rich.console import Console
 from tasks.lineage import LineageNode
 
 _FINGERPRINT_CHARS = 12
-_PLAIN = " ._-/:@=+,"
+_PLAIN = " ._-/:@=+,"  # beside letters and digits
 
 
 def print_lineage(console: Console, node: LineageNode) -> None:

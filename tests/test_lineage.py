@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
 from tasks.artifacts import MANIFEST_NAME, ParentRef, file_sha256
+from tasks.config import TrackingConfig
 from tasks.errors import MissingInputError
 from tasks.lineage import LineageNode, lineage_tree, upstream_tags, upstreams_of
-from tasks.tracking import Tracker
+from tasks.model_registry import Registry
+from tasks.provenance import workspace_name
+from tasks.tracking import PIPELINE, Tracker, connect
+from tasks.workspace import Workspace
 
 Make = Callable[..., Any]
 
@@ -34,11 +40,26 @@ class Chain:
         self.student = self._stage("distill", {"policy": self.policy.as_parent()})
 
     def _stage(self, stage: str, parents: dict[str, ParentRef]) -> Any:
-        run_id = self.tracker.start_run(stage, {"stage": stage, **upstream_tags(parents)}, {})
+        tags = {"stage": stage, "workspace": workspace_name(Path("/home/w"))}
+        run_id = self.tracker.start_run(stage, {**tags, **upstream_tags(parents)}, {})
         artifact = self.make(stage, parents, run_id)
-        self.tracker.set_tags(run_id, {"artifact.path": str(artifact.path)})
+        about = {"artifact.path": str(artifact.path), "artifact.kind": artifact.manifest.kind}
+        self.tracker.set_tags(run_id, {**about, "fingerprint": artifact.fingerprint})
         self.tracker.finish(run_id, "FINISHED")
         return artifact
+
+    def run_of(self, artifact: Any) -> str:
+        """Return the id of an artefact's run."""
+        run_id = artifact.manifest.mlflow_run_id
+        assert isinstance(run_id, str)
+        return run_id
+
+    def move_to_another_machine(self) -> None:
+        """Let every run say that its workspace is elsewhere, and remove the files from here."""
+        for artifact in (self.data, self.base, self.policy, self.student):
+            self.tracker.set_tags(self.run_of(artifact), {"workspace": "other-host:/home/w"})
+            shutil.rmtree(artifact.path)
+        self.file.unlink()
 
 
 @pytest.fixture
@@ -123,6 +144,107 @@ def test_nothing_to_trace(tracker: Tracker) -> None:
         lineage_tree(tracker, "latest")
     with pytest.raises(MissingInputError, match="/nowhere"):
         lineage_tree(tracker, "/nowhere")
+
+
+def test_every_name_of_a_student_leads_to_its_tree(chain: Chain) -> None:
+    registry = Registry(chain.tracker)
+    run_id = chain.run_of(chain.student)
+    model_id = chain.tracker.log_model_output(run_id, chain.student, "distill")
+    registry.register(model_id, chain.student)
+    name = registry.name
+    expected = lineage_tree(chain.tracker, str(chain.student.path))
+    for ref in (f"runs:/{run_id}", run_id, f"models:/{name}@candidate", f"models:/{name}/1"):
+        assert lineage_tree(chain.tracker, ref) == expected
+
+
+def test_chain_stands_for_the_last_stage_that_it_finished(chain: Chain) -> None:
+    outcomes = {
+        f"outcome.{artifact.manifest.stage}": json.dumps({"mlflow_run_id": chain.run_of(artifact)})
+        for artifact in (chain.data, chain.base)
+    }
+    run_id = chain.tracker.start_run("chain", {"stage": PIPELINE, **outcomes}, {})
+    assert lineage_tree(chain.tracker, run_id).stage == "sft"
+    empty = chain.tracker.start_run("chain", {"stage": PIPELINE}, {})
+    with pytest.raises(MissingInputError, match="finished no stage"):
+        lineage_tree(chain.tracker, empty)
+
+
+def test_removed_root_is_bridged_by_its_run(chain: Chain) -> None:
+    shutil.rmtree(chain.student.path)
+    tree = lineage_tree(chain.tracker, f"runs:/{chain.run_of(chain.student)}")
+    assert (tree.status, tree.kind) == ("missing", "student_adapter")
+    assert tree.fingerprint == chain.student.fingerprint
+    assert tree.broken == [tree]
+    assert _raw(tree).status == "verified"
+
+
+def test_failed_run_is_traced_to_what_it_read(chain: Chain) -> None:
+    tags = upstream_tags({"policy": chain.policy.as_parent()})
+    run_id = chain.tracker.start_run("distill", {"stage": "distill", **tags}, {})
+    chain.tracker.finish(run_id, "FAILED", failure="loss is nan")
+    tree = lineage_tree(chain.tracker, run_id)
+    assert (tree.status, tree.stage) == ("unfinished", "distill")
+    assert "FAILED and has no artefact: loss is nan" in tree.note
+    assert _raw(tree).status == "verified"
+
+
+def test_deleted_run_is_named(chain: Chain) -> None:
+    run_id = chain.run_of(chain.policy)
+    MlflowClient(chain.tracker.tracking_uri).delete_run(run_id)
+    (broken,) = lineage_tree(chain.tracker, "latest").broken
+    assert (broken.stage, broken.status) == ("offline_ppo", "untracked")
+    assert f"mlflow runs restore --run-id {run_id}" in broken.note
+    shutil.rmtree(chain.policy.path)
+    (broken,) = lineage_tree(chain.tracker, "latest").broken
+    assert broken.status == "missing" and "which was deleted" in broken.note
+
+
+def test_run_of_another_mlflow_is_named(chain: Chain, make_artifact: Make) -> None:
+    stray = make_artifact("distill", {"policy": chain.policy}, "0" * 32, seed=5)
+    (broken,) = lineage_tree(chain.tracker, str(stray.path)).broken
+    assert broken.status == "untracked" and "--tracking-uri names another" in broken.note
+
+
+def test_files_are_checked_on_request(chain: Chain) -> None:
+    (chain.policy.path / "payload.bin").write_bytes(b"another")
+    assert lineage_tree(chain.tracker, "latest").broken == []
+    tree = lineage_tree(chain.tracker, "latest", is_deep=True)
+    (broken,) = tree.broken
+    assert (broken.stage, broken.status) == ("offline_ppo", "torn")
+    assert "payload.bin has SHA-256" in broken.note
+    assert tree.status == "verified"
+
+
+def test_workspace_of_another_machine_is_not_broken(chain: Chain) -> None:
+    chain.move_to_another_machine()
+    tree = lineage_tree(chain.tracker, "latest")
+    assert {node.status for node in tree.walk()} == {"elsewhere"}
+    assert [node.stage for node in tree.walk()] == ["distill", "offline_ppo", "sft", "ingest", None]
+    assert tree.broken == []
+    assert "other-host:/home/w" in tree.note
+    assert _raw(tree).fingerprint == chain.data.manifest.parents["source"].fingerprint
+
+
+@pytest.mark.slow
+def test_lineage_of_another_machine_over_a_server(
+    mlflow_server: str, workspace: Workspace, make_artifact: Make, tmp_path: Path
+) -> None:
+    tracking = TrackingConfig(tracking_uri=mlflow_server, experiment="lineage")
+    chain = Chain(connect(tracking, workspace), make_artifact, tmp_path)
+    run_id = chain.run_of(chain.student)
+    model_id = chain.tracker.log_model_output(run_id, chain.student, "distill")
+    Registry(chain.tracker).register(model_id, chain.student)
+    here = lineage_tree(chain.tracker, f"runs:/{run_id}", is_deep=True)
+    assert {node.status for node in here.walk()} == {"verified"}
+    chain.move_to_another_machine()
+    tree = lineage_tree(chain.tracker, "models:/lineage-student@candidate")
+    assert [(n.path, n.fingerprint) for n in tree.walk()] == [
+        (n.path, n.fingerprint) for n in here.walk()
+    ]
+    assert {node.status for node in tree.walk()} == {"elsewhere"}
+    MlflowClient(mlflow_server).delete_run(chain.run_of(chain.data))
+    (broken,) = lineage_tree(chain.tracker, "latest").broken
+    assert broken.stage == "ingest" and "which was deleted" in broken.note
 
 
 def test_tags_carry_the_upstreams(tracker: Tracker) -> None:

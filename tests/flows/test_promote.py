@@ -1,0 +1,270 @@
+"""A verdict that makes a champion, or refuses with reasons; `rlhf promote` and `rlhf rollback`."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.promote import Decision, PromoteRequest, apply_verdict, promote, rollback
+from tasks.config import EvaluateConfig, TrackingConfig
+from tasks.errors import ArtifactError, MissingInputError, PromotionError
+from tasks.model_registry import CHAMPION, Registry
+from tasks.promotion import champion_of, known_evaluation
+from tasks.tracking import Tracker
+
+Make = Callable[..., Any]
+BAD_INPUT = 2
+PASSED = {"verdict": "passed", "checks": []}
+FAILED = {
+    "verdict": "failed",
+    "checks": [
+        {"name": "min_score", "what": "mean score", "limit": 6.0, "value": 5.5, "passed": False},
+        {"name": "min_win_rate", "what": "win rate", "limit": 0.5, "value": 0.6, "passed": True},
+    ],
+}
+
+
+class Chains:
+    """Students and their evaluations, as finished chains leave them."""
+
+    def __init__(self, tracker: Tracker, make: Make) -> None:
+        self.tracker = tracker
+        self.make = make
+        self.registry = Registry(tracker)
+        run_id = tracker.start_run("reward_model", {"stage": "reward_model"}, {})
+        self.reward_model = make("reward_model", run_id=run_id)
+
+    def student(self) -> Any:
+        """Register a new version."""
+        run_id = self.tracker.start_run("distill", {"stage": "distill"}, {})
+        artifact = self.make("distill", run_id=run_id, name=run_id)
+        model_id = self.tracker.log_model_output(run_id, artifact, "distill")
+        self.registry.register(model_id, artifact)
+        self.tracker.finish(run_id, "FINISHED")
+        return artifact
+
+    def evaluate(self, student: Any, gate: Any = PASSED, **settings: Any) -> Decision:
+        """Let an evaluation speak; keywords are its figures, and `promotion`."""
+        promotion = settings.pop("promotion", {})
+        cfg = EvaluateConfig.model_validate({"promotion": promotion}).model_dump(mode="json")
+        run_id = self.tracker.start_run("evaluate", {"stage": "evaluate"}, {})
+        parents = {"student": student, "reward_model": self.reward_model}
+        report = self.make("evaluate", parents, run_id, {"gate": gate}, **cfg)
+        report.manifest.metrics.update({f"student_{name}": v for name, v in settings.items()})
+        self.said = apply_verdict(self.tracker, report)
+        self.run = self.tracker.read_run(run_id)
+        return self.said
+
+
+@pytest.fixture
+def chains(tracker: Tracker, make_artifact: Make) -> Chains:
+    return Chains(tracker, make_artifact)
+
+
+def test_first_student_that_passes_is_the_champion(chains: Chains) -> None:
+    said = chains.evaluate(chains.student(), question_score=6.0)
+    assert said.is_champion
+    version = chains.registry.aliased(CHAMPION)
+    assert version.version == 1
+    assert chains.run.run_id in version.tags["promoted.why"]
+    assert chains.run.run_id in version.tags["promoted.by"]
+    assert chains.run.tags["promotion"] == "version 1 of rlhf-flows-student is the champion"
+    evaluation = known_evaluation(version)
+    assert evaluation is not None
+    assert evaluation.figures == {"question_score": 6.0}
+
+
+def test_student_that_fails_is_refused_with_the_reasons_and_the_champion_stays(
+    chains: Chains,
+) -> None:
+    chains.evaluate(chains.student())
+    said = chains.evaluate(chains.student(), FAILED)
+    assert not said.is_champion
+    assert champion_of(chains.registry) == 1
+    reason = "min_score: mean score is 5.5, the limit is at least 6"
+    tags = chains.registry.version(2).tags
+    assert (tags["promotion.verdict"], tags["promotion.reasons"]) == ("refused", reason)
+    assert chains.run.tags["promotion"].endswith(f"is refused: {reason}")
+
+
+def test_without_limits_nothing_moves(chains: Chains) -> None:
+    said = chains.evaluate(chains.student(), {"verdict": None, "checks": []})
+    assert "no gate is set" in said.text
+    said = chains.evaluate(chains.student(), promotion={"enabled": False})
+    assert "promotion is off" in said.text
+    assert champion_of(chains.registry) is None
+
+
+def test_student_below_the_champion_is_refused(chains: Chains) -> None:
+    chains.evaluate(chains.student(), win_rate_against_base=0.80, harmlessness_rate=0.9)
+    said = chains.evaluate(chains.student(), win_rate_against_base=0.70, harmlessness_rate=0.95)
+    # 0.80 - 0.70 is more than 0.02.
+    assert "win_rate_against_base 0.7 against the champion's 0.8" in said.text
+    assert "harmlessness" not in said.text
+    assert champion_of(chains.registry) == 1
+    said = chains.evaluate(chains.student(), win_rate_against_base=0.79, harmlessness_rate=0.9)
+    assert said.text == "version 3 of rlhf-flows-student is the champion instead of version 1"
+
+
+def test_worse_reward_model_keeps_a_student_from_winning(chains: Chains) -> None:
+    run_id = chains.reward_model.manifest.mlflow_run_id
+    accuracy = MlflowClient(chains.tracker.tracking_uri).log_metric
+    accuracy(run_id, "summary/test_accuracy", 0.9)
+    assert chains.evaluate(chains.student()).is_champion
+    accuracy(run_id, "summary/test_accuracy", 0.8)
+    said = chains.evaluate(chains.student())
+    assert "reward_model_accuracy 0.8 against the champion's 0.9" in said.text
+    assert champion_of(chains.registry) == 1
+
+
+def test_champion_that_is_evaluated_again_stays_and_is_worried_about(chains: Chains) -> None:
+    student = chains.student()
+    chains.evaluate(student)
+    said = chains.evaluate(student, FAILED)
+    assert said.is_champion
+    assert "is the champion already, and fails the gate now (min_score" in said.text
+
+
+def test_older_student_and_one_that_was_rolled_back_are_for_people_to_decide(
+    chains: Chains,
+) -> None:
+    first, second = chains.student(), chains.student()
+    chains.evaluate(second)
+    said = chains.evaluate(first)
+    assert "older than the champion, version 2" in said.text
+    third = chains.student()
+    chains.evaluate(third)
+    rollback("answers in French", TrackingConfig())
+    assert champion_of(chains.registry) == 2
+    assert chains.registry.version(3).tags["rolled_back.why"] == "answers in French"
+    said = chains.evaluate(third)
+    assert "it was rolled back at" in said.text
+    assert champion_of(chains.registry) == 2
+
+
+def test_champion_that_changed_during_the_evaluation_refuses(
+    chains: Chains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chains.evaluate(chains.student())
+    second, third = chains.student(), chains.student()
+    from flows import promote as module
+
+    read = module.compare_with_champion
+
+    def slow(*arguments: Any) -> Any:
+        monkeypatch.setattr(module, "compare_with_champion", read)
+        # Between the comparison with version 1 and the move, version 2 becomes the champion.
+        chains.evaluate(second)
+        return read(*arguments)
+
+    monkeypatch.setattr(module, "compare_with_champion", slow)
+    said = chains.evaluate(third)
+    assert not said.is_champion
+    assert "the champion is version 2 meanwhile" in said.text
+    assert champion_of(chains.registry) == 2
+
+
+def test_student_of_no_version_is_told(chains: Chains) -> None:
+    run_id = chains.tracker.start_run("distill", {"stage": "distill"}, {})
+    said = chains.evaluate(chains.make("distill", run_id=run_id))
+    assert said.text == "the student is no version of rlhf-flows-student"
+
+
+def _request(ref: str, is_forced: bool = False) -> PromoteRequest:
+    return PromoteRequest(ref, "because", TrackingConfig(), is_forced)
+
+
+@pytest.mark.parametrize(
+    "ref",
+    ["1", "candidate", "models:/rlhf-flows-student@candidate", "models:/rlhf-flows-student/1"],
+)
+def test_version_by_every_name(chains: Chains, ref: str) -> None:
+    student = chains.student()
+    assert promote(_request(ref)) == "Version 1 of rlhf-flows-student is the champion."
+    assert chains.registry.version(1).tags["promoted.why"] == "because"
+    assert "already" in promote(_request(f"runs:/{student.manifest.mlflow_run_id}"))
+
+
+def test_failed_gate_needs_force(chains: Chains) -> None:
+    chains.evaluate(chains.student(), FAILED)
+    with pytest.raises(PromotionError, match=r"min_score: mean score is 5\.5"):
+        promote(_request("1"))
+    assert champion_of(chains.registry) is None
+    promote(_request("1", is_forced=True))
+    assert "forced" in chains.registry.version(1).tags["promoted.why"]
+
+
+def test_artefact_that_was_deleted_is_not_promoted_and_the_champion_stays(chains: Chains) -> None:
+    chains.evaluate(chains.student())
+    student = chains.student()
+    shutil.rmtree(student.path)
+    with pytest.raises(MissingInputError, match=r"student of version 2 .*--only distill"):
+        promote(_request("2"))
+    torn = chains.student()
+    (torn.path / "payload.bin").write_bytes(b"other!!")
+    with pytest.raises(ArtifactError, match=r"student of version 3 .*SHA-256"):
+        promote(_request("3"))
+    assert champion_of(chains.registry) == 1
+
+
+def test_run_that_failed_or_was_deleted_is_not_promoted(chains: Chains) -> None:
+    run_id = chains.student().manifest.mlflow_run_id
+    chains.tracker.finish(run_id, "FAILED")
+    with pytest.raises(MissingInputError, match=f"run {run_id} of version 1 .* is FAILED"):
+        promote(_request("1"))
+    chains.tracker.finish(run_id, "FINISHED")
+    MlflowClient(chains.tracker.tracking_uri).delete_run(run_id)
+    with pytest.raises(MissingInputError, match=f"mlflow runs restore --run-id {run_id}"):
+        promote(_request("1"))
+    assert champion_of(chains.registry) is None
+
+
+def test_rollback_to_a_student_that_is_gone_leaves_the_champion(chains: Chains) -> None:
+    first = chains.student()
+    chains.evaluate(first)
+    chains.evaluate(chains.student())
+    shutil.rmtree(first.path)
+    with pytest.raises(MissingInputError, match="student of version 1"):
+        rollback("why", TrackingConfig())
+    assert champion_of(chains.registry) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["promote", "7"], "no version 7"),
+        (["promote", "champion"], "alias 'champion'"),
+        (["promote", "models:/nobody@candidate"], "No registered model 'nobody'"),
+        (["promote", "runs:/0123"], "No MLflow run 0123"),
+        (["rollback"], "alias 'champion'"),
+    ],
+)
+def test_reference_with_nothing_behind_it_is_one_message(
+    chains: Chains, arguments: list[str], expected: str
+) -> None:
+    chains.student()
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == BAD_INPUT
+    assert expected in result.stderr and "Fix: " in result.stderr
+    assert result.stderr.count("Error: ") == 1 and "Traceback" not in result.stderr
+
+
+def test_commands(chains: Chains) -> None:
+    chains.student(), chains.student()
+    run = CliRunner().invoke
+    assert "Version 1 of" in run(app, ["promote", "1", "--why", "first"]).stdout
+    assert "instead of version 1" in run(app, ["promote", "2"]).stdout
+    result = run(app, ["rollback", "--why", "worse in use"])
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == (
+        "Version 1 of rlhf-flows-student is the champion instead of version 2.\n"
+    )
+    assert chains.registry.version(2).tags["rolled_back.why"] == "worse in use"
+    assert Path(chains.registry.version(1).artifact_path or "").is_dir()
