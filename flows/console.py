@@ -13,6 +13,7 @@ from rich.table import Table
 from flows.monitor import RunMonitor, StageOutcome, summary_of
 from flows.results import STOPPED, chain_rows
 from tasks.config import TrackingConfig
+from tasks.redaction import without_credentials
 from tasks.workspace import Workspace
 
 
@@ -99,7 +100,7 @@ def ui_commands(
         prefect_url: address of the user's own Prefect server.
     """
     home = shlex.quote(os.environ.get("PREFECT_HOME") or str(workspace.prefect_home))
-    uri = tracking.tracking_uri or workspace.tracking_uri
+    uri = without_credentials(tracking.tracking_uri or workspace.tracking_uri)
     prefect = f"Prefect UI: PREFECT_HOME={home} prefect server start   # http://127.0.0.1:4200"
     mlflow = (
         "MLflow UI:  MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false mlflow server --workers 1"

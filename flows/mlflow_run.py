@@ -220,7 +220,9 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
     elif not isinstance(artifact, EvalReport):
         model_id = tracker.log_model_output(run_id, artifact, manifest.stage.replace("_", "-"))
         if isinstance(artifact, StudentAdapter) and not tracker.is_for_reproductions:
-            Registry(tracker).register(model_id, artifact)
+            registry = Registry(tracker)
+            if registry.of_run(run_id) is None:
+                registry.register(model_id, artifact)
     elif not tracker.is_for_reproductions:
         apply_verdict(tracker, artifact)
 

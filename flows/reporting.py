@@ -31,7 +31,7 @@ def publish_link(tracker: Tracker, stage: str, run_id: str) -> None:
         return
     text = (
         f"MLflow run `{run_id}` of experiment `{tracker.experiment}`.\n\n"
-        f"Open it with `mlflow server --backend-store-uri {tracker.tracking_uri}`."
+        f"Open it with `mlflow server --backend-store-uri {tracker.shown_uri}`."
     )
     create_markdown_artifact(text, key=_key(stage, "mlflow"))
 

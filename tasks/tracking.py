@@ -235,7 +235,13 @@ class Tracker:
             _client(self.tracking_uri).log_inputs(run_id, datasets=[entry])
 
     def log_model_output(self, run_id: str, artifact: Artifact, name: str) -> str:
-        """Record a model that stays where it is, as an output of a run; return its MLflow id."""
+        """Record a model that stays where it is, as an output of a run; return its MLflow id.
+
+        A run that has one already, because it is settled after a kill, keeps it.
+        """
+        known = self.read_run(run_id).tags.get("model.id")
+        if known is not None:
+            return known
         tags = {
             "checkpoint_uri": artifact.path.as_uri(),
             "fingerprint": artifact.fingerprint,

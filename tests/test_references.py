@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow import MlflowClient
 
-from tasks.artifacts import PolicyCheckpoint, RewardModelCheckpoint
+from tasks.artifacts import PolicyCheckpoint, RewardModelCheckpoint, StudentAdapter
 from tasks.errors import ArtifactError, MissingInputError
+from tasks.model_registry import Registry
 from tasks.references import resolve_reference
 from tasks.tracking import PIPELINE, Status, Tracker
 
@@ -111,3 +113,39 @@ def test_edited_artefact_is_refused(tracker: Tracker, make_artifact: Make) -> No
     Path(base.path, "payload.bin").write_bytes(b"changed")
     with pytest.raises(ArtifactError, match="SHA-256"):
         resolve_reference(tracker, "latest", "sft", PolicyCheckpoint)
+
+
+def test_registered_versions_by_alias_and_number(tracker: Tracker, make_artifact: Make) -> None:
+    registry = Registry(tracker)
+    students = []
+    for seed in (1, 2):
+        run_id = tracker.start_run("distill", {"stage": "distill"}, {})
+        student = make_artifact("distill", run_id=run_id, seed=seed)
+        tracker.set_tags(run_id, {"artifact.path": str(student.path)})
+        registry.register(tracker.log_model_output(run_id, student, "distill"), student)
+        tracker.finish(run_id, "FINISHED")
+        students.append(student)
+    name = registry.name
+    for ref, student in (
+        (f"models:/{name}@candidate", students[1]),
+        (f"models:/{name}/1", students[0]),
+        (str(students[0].manifest.mlflow_run_id), students[0]),
+    ):
+        assert resolve_reference(tracker, ref, "distill", StudentAdapter) == student
+    with pytest.raises(MissingInputError, match=r"'champion'.*rlhf promote VERSION"):
+        resolve_reference(tracker, f"models:/{name}@champion", "distill", StudentAdapter)
+    with pytest.raises(ArtifactError, match="holds a student_adapter"):
+        resolve_reference(tracker, f"models:/{name}/1", "sft", PolicyCheckpoint)
+
+
+def test_run_that_was_deleted_is_refused(tracker: Tracker, make_artifact: Make) -> None:
+    run_id = _run_with(tracker, make_artifact("sft"))
+    MlflowClient(tracker.tracking_uri).delete_run(run_id)
+    with pytest.raises(MissingInputError, match=f"mlflow runs restore --run-id {run_id}"):
+        resolve_reference(tracker, f"runs:/{run_id}", "sft", PolicyCheckpoint)
+
+
+def test_run_of_another_stage_is_refused_by_its_kind(tracker: Tracker, make_artifact: Make) -> None:
+    run_id = _run_with(tracker, make_artifact("ingest"))
+    with pytest.raises(ArtifactError, match="holds a preference_dataset"):
+        resolve_reference(tracker, f"runs:/{run_id}", "sft", PolicyCheckpoint)

@@ -1,0 +1,136 @@
+"""What a chain leaves in MLflow: one query for its runs, figures to compare, the machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+
+from flows.options import RunOptions
+from tasks.artifacts import read_manifest
+from tasks.config import STAGES, TrackingConfig
+from tasks.context import StageContext
+from tasks.model_registry import CANDIDATE, Registry
+from tasks.progress import ProgressDisplay
+from tasks.run_log import StageLog
+from tasks.system_metrics import machine_watched
+from tasks.tracking import PIPELINE, Tracker, member_tag
+
+Run = Callable[..., str]
+
+
+def _chains(tracker: Tracker) -> list[str]:
+    """Return the ids of the chains, the newest first."""
+    return [run.run_id for run in tracker.find_runs({"stage": PIPELINE})]
+
+
+@pytest.mark.slow
+def test_one_query_finds_the_runs_of_a_chain_reused_ones_too(
+    run_chain: Run, tracker: Tracker
+) -> None:
+    run_chain()
+    run_chain(rerun_from="distill")
+    second, first = _chains(tracker)
+    stages = [run.stage for run in tracker.chain_members(first)]
+    assert sorted(map(str, stages)) == sorted([PIPELINE, *STAGES])
+    parts = {str(run.stage): run.tags[member_tag(second)] for run in tracker.chain_members(second)}
+    assert parts == {
+        PIPELINE: "chain",
+        "ingest": "reused",
+        "sft": "reused",
+        "reward_model": "reused",
+        "offline_ppo": "reused",
+        "distill": "ran",
+        "evaluate": "ran",
+    }
+    # The figures of all stages are on the chain's own run, so that chains are compared like runs.
+    metrics = tracker.read_run(second).metrics
+    assert {f"{stage}/accuracy": 0.75 for stage in STAGES}.items() <= metrics.items()
+
+
+@pytest.mark.slow
+def test_layout_of_a_chain(run_chain: Run, tracker: Tracker) -> None:
+    run_chain()
+    client = MlflowClient(tracker.tracking_uri)
+    (chain,) = _chains(tracker)
+    runs = {str(run.stage): run for run in tracker.chain_members(chain)}
+    for stage in STAGES:
+        run = runs[stage]
+        assert run.name == stage
+        assert run.tags["mlflow.parentRunId"] == chain
+        assert run.tags["machine.cpu"] and run.tags["machine.platform"]
+        assert {"system/cpu_utilization_percentage", "system/system_memory_usage_percentage"} <= (
+            set(run.metrics)
+        )
+        config = json.loads(str(tracker.read_text(run.run_id, "config.json")))
+        assert run.params["seed"] == str(config["seed"]) == "0"
+        assert max(map(len, run.params.values())) <= 500
+        assert tracker.read_text(run.run_id, "artifact.json") is not None
+    inputs = client.get_run(runs["distill"].run_id).inputs
+    assert [entry.dataset.name for entry in inputs.dataset_inputs] == ["preferences"]
+    assert len(inputs.model_inputs) == 2  # The policy and the base.
+    (model,) = client.get_run(runs["distill"].run_id).outputs.model_outputs
+    version = Registry(tracker).aliased(CANDIDATE)
+    assert version.run_id == runs["distill"].run_id
+    found = client.get_model_version(version.name, str(version.version))
+    assert found.source == f"models:/{model.model_id}"
+    assert "no gate is set" in runs["evaluate"].tags["promotion"]
+
+
+@pytest.mark.slow
+def test_artefact_that_was_deleted_under_a_cached_stage_is_made_again(
+    run_chain: Run, tracker: Tracker
+) -> None:
+    report = run_chain()
+    base = read_manifest(Path(report)).parents["base"]
+    shutil.rmtree(base.path)
+    assert run_chain() == report
+    second = _chains(tracker)[0]
+    ran = [
+        run.stage for run in tracker.chain_members(second) if run.tags[member_tag(second)] == "ran"
+    ]
+    assert ran == ["sft"]
+    latest = tracker.latest_finished("sft")
+    assert latest is not None and latest.tags["fingerprint"] == base.fingerprint
+
+
+def test_machine_is_sampled_and_once_more_at_the_end(tracker: Tracker) -> None:
+    run_id = tracker.start_run("sft", {}, {})
+    log = StageLog(tracker, run_id, "sft", ProgressDisplay("sft"))
+    with machine_watched(log, 0.05):
+        time.sleep(0.2)
+    log.close()
+    history = tracker.metric_history(run_id, "system/system_memory_usage_megabytes")
+    assert [step for step, _ in history] == list(range(len(history)))
+    assert len(history) >= 3
+    assert all(value > 1 for _, value in history)
+
+
+def test_sampling_can_be_off(tracker: Tracker) -> None:
+    run_id = tracker.start_run("sft", {}, {})
+    log = StageLog(tracker, run_id, "sft", ProgressDisplay("sft"))
+    with machine_watched(log, None):
+        pass
+    log.close()
+    assert tracker.read_run(run_id).metrics == {}
+
+
+@pytest.mark.slow
+def test_stage_without_samples(run_stage: Run, tracker: Tracker, before_publishing: Any) -> None:
+    seen: list[str] = []
+    before_publishing("ingest", lambda ctx: seen.append(_stage_of(ctx)))
+    tracking = TrackingConfig(system_metrics_seconds=None)
+    run_stage("ingest", RunOptions(tracking=tracking))
+    assert seen == ["ingest"]
+    (run,) = tracker.find_runs({"stage": "ingest"})
+    assert not [name for name in run.metrics if name.startswith("system/")]
+
+
+def _stage_of(ctx: StageContext) -> str:
+    return ctx.stage
