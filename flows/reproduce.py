@@ -132,8 +132,9 @@ def _read(tracker: Tracker, run: RunRecord, ref: str) -> _Recorded:
     try:
         cfg: StageConfig = section.model_validate(manifest.config)
     except ValidationError as error:
+        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(
-            f"The config of run {run.run_id} is not one of this version: {error}",
+            f"The config of run {run.run_id} is not one of this version: {wrong}",
             "fields that this version knows",
             f"check out the commit of the run, {manifest.git_commit or 'which is not recorded'}",
         ) from error

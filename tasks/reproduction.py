@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -13,7 +14,7 @@ from tasks.artifacts import Manifest
 
 FileStatus = Literal["equal", "equal but for times", "different", "missing", "new"]
 # When something happened, and how long it took, is no result.
-TIME_FIELDS: Final = frozenset({"tstamp", "seconds"})
+_TIME_FIELDS: Final = re.compile(r"tstamp|seconds|tokens_per_second|time_share_\w+")
 _JSON_SUFFIXES: Final = (".json", ".jsonl")
 UNKNOWN: Final = "unknown"
 
@@ -84,7 +85,7 @@ def _timeless(path: Path) -> list[Any]:
 
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_times(v) for k, v in value.items() if k not in TIME_FIELDS}
+        return {k: _without_times(v) for k, v in value.items() if not _TIME_FIELDS.fullmatch(k)}
     if isinstance(value, list):
         return [_without_times(entry) for entry in value]
     return value

@@ -16,11 +16,12 @@ from flows.promote import Decision, PromoteRequest, apply_verdict, promote, roll
 from tasks.config import EvaluateConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
 from tasks.model_registry import CHAMPION, Registry
-from tasks.promotion import champion_of, known_evaluation
+from tasks.promotion import champion_of, compare_with_champion, known_evaluation
 from tasks.tracking import Tracker
 
 Make = Callable[..., Any]
 BAD_INPUT = 2
+COMPARE = "flows.promote.compare_with_champion"
 PASSED = {"verdict": "passed", "checks": []}
 FAILED = {
     "verdict": "failed",
@@ -154,17 +155,15 @@ def test_champion_that_changed_during_the_evaluation_refuses(
 ) -> None:
     chains.evaluate(chains.student())
     second, third = chains.student(), chains.student()
-    from flows import promote as module
-
-    read = module.compare_with_champion
+    read = compare_with_champion
 
     def slow(*arguments: Any) -> Any:
-        monkeypatch.setattr(module, "compare_with_champion", read)
+        monkeypatch.setattr(COMPARE, read)
         # Between the comparison with version 1 and the move, version 2 becomes the champion.
         chains.evaluate(second)
         return read(*arguments)
 
-    monkeypatch.setattr(module, "compare_with_champion", slow)
+    monkeypatch.setattr(COMPARE, slow)
     said = chains.evaluate(third)
     assert not said.is_champion
     assert "the champion is version 2 meanwhile" in said.text
