@@ -14,8 +14,9 @@ from tasks.artifacts import Manifest
 
 FileStatus = Literal["equal", "equal but for times", "different", "missing", "new"]
 # When something happened, and how long it took, is no result.
-_TIME_FIELDS: Final = re.compile(r"tstamp|seconds|tokens_per_second|time_share_\w+")
-_JSON_SUFFIXES: Final = (".json", ".jsonl")
+_TIME: Final = re.compile(r"\b(tstamp|seconds|tokens_per_second|time_share_\w+)\b")
+_JSON: Final = (".json", ".jsonl")
+_PAGES: Final = (".md", ".html")
 UNKNOWN: Final = "unknown"
 
 
@@ -59,8 +60,8 @@ def compare_files(
 ) -> dict[str, FileStatus]:
     """Return the status of every payload file, by the hashes of both manifests.
 
-    JSON files with other hashes are read, where the first artefact is still there, to see whether
-    only their times differ.
+    JSON files and pages with other hashes are read, where the first artefact is still there, to see
+    whether only their times differ.
     """
     statuses: dict[str, FileStatus] = {}
     for name in sorted({*first.files, *repeat.files}):
@@ -69,7 +70,7 @@ def compare_files(
             statuses[name] = "new" if ours is None else "missing"
         elif ours.sha256 == theirs.sha256:
             statuses[name] = "equal"
-        elif name.endswith(_JSON_SUFFIXES) and (first_dir / name).is_file():
+        elif name.endswith(_JSON + _PAGES) and (first_dir / name).is_file():
             is_same = _timeless(first_dir / name) == _timeless(repeat_dir / name)
             statuses[name] = "equal but for times" if is_same else "different"
         else:
@@ -78,23 +79,27 @@ def compare_files(
 
 
 def _timeless(path: Path) -> list[Any]:
+    """Return the content of a JSON file or a page without what says when or how fast."""
     text = path.read_text(encoding="utf-8")
+    if path.suffix in _PAGES:
+        # Markdown escapes the underscores of a name.
+        return [line for line in text.splitlines() if not _TIME.search(line.replace("\\", ""))]
     parts = text.splitlines() if path.suffix == ".jsonl" else [text]
     return [_without_times(json.loads(part)) for part in parts if part.strip()]
 
 
 def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _without_times(v) for k, v in value.items() if not _TIME_FIELDS.fullmatch(k)}
+        return {k: _without_times(v) for k, v in value.items() if not _TIME.fullmatch(k)}
     if isinstance(value, list):
         return [_without_times(entry) for entry in value]
     return value
 
 
 def compare_figures(first: Manifest, repeat: Manifest) -> list[Difference]:
-    """Return the metrics and counts that differ."""
-    ours = {**first.metrics, **first.counts}
-    theirs = {**repeat.metrics, **repeat.counts}
+    """Return the metrics and counts that differ, times aside."""
+    ours = _without_times({**first.metrics, **first.counts})
+    theirs = _without_times({**repeat.metrics, **repeat.counts})
     return differences(
         {name: repr(value) for name, value in ours.items()},
         {name: repr(value) for name, value in theirs.items()},

@@ -53,6 +53,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "gone.bin": "a",
         "times.jsonl": _lines({"x": 1, "tstamp": 1.0}, {"y": [{"tstamp": 2.0, "z": 1}]}),
         "answers.jsonl": _lines({"x": 1, "tstamp": 1.0}),
+        "report.md": "| a | 1 |\n| tokens\\_per\\_second | 5 |\n",
+        "page.md": "| time\\_share\\_other | 5 |\n| a | 1 |\n",
     }
     theirs = {
         "same.bin": "a",
@@ -60,6 +62,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "new.bin": "a",
         "times.jsonl": _lines({"x": 1, "tstamp": 9.0}, {"y": [{"tstamp": 8.0, "z": 1}]}),
         "answers.jsonl": _lines({"x": 2, "tstamp": 9.0}),
+        "report.md": "| a | 1 |\n| tokens\\_per\\_second | 6 |\n",
+        "page.md": "| time\\_share\\_other | 6 |\n| a | 2 |\n",
     }
     first, repeat = (
         _artefact(tmp_path / name, files) for name, files in (("a", ours), ("b", theirs))
@@ -72,6 +76,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "new.bin": "new",
         "times.jsonl": "equal but for times",
         "answers.jsonl": "different",
+        "report.md": "equal but for times",
+        "page.md": "different",
     }
     # Without the first artefact's files the hashes have to do.
     blind = compare_files(first, repeat, tmp_path / "gone", tmp_path / "b")
@@ -79,8 +85,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
 
 
 def test_figures_are_compared_to_the_last_bit(tmp_path: Path) -> None:
-    first = _artefact(tmp_path / "a", {}, accuracy=0.1 + 0.2, loss=1.0)
-    repeat = _artefact(tmp_path / "b", {}, accuracy=0.3, loss=1.0)
+    first = _artefact(tmp_path / "a", {}, accuracy=0.1 + 0.2, loss=1.0, tokens_per_second=1.0)
+    repeat = _artefact(tmp_path / "b", {}, accuracy=0.3, loss=1.0, tokens_per_second=2.0)
     (found,) = compare_figures(first, repeat)
     assert (found.name, found.first, found.repeat) == ("accuracy", "0.30000000000000004", "0.3")
 
