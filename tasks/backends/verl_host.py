@@ -275,6 +275,7 @@ def _write_model(
             key: value.float() for key, value in state.items() if any(word in key for word in kept)
         }
         save_pretrained(str(directory), state_dict=adapter)
+        _sort_target_modules(directory / "adapter_config.json")
     else:
         if config.tie_word_embeddings:
             state.pop("lm_head.weight", None)
@@ -282,6 +283,14 @@ def _write_model(
         save_pretrained(str(directory), state_dict=state)
         _correct_config(directory, type(module).__name__.removeprefix("FSDP"))
     tokenizer.save_pretrained(str(directory))
+
+
+def _sort_target_modules(file: Path) -> None:
+    """Give the modules, a set in peft, the same order in every process: same bits again."""
+    config = json.loads(file.read_text())
+    if isinstance(config.get("target_modules"), list):
+        config["target_modules"].sort()
+        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _correct_config(directory: Path, architecture: str) -> None:
