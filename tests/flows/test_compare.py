@@ -12,10 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.compare import as_json
+from flows.compare import CompareRequest, as_json, run_compare
 from tasks.comparison import compare_runs
+from tasks.config import TrackingConfig
 from tasks.data.compare_page import render_comparison
-from tasks.tracking import MetricPoint, Tracker
+from tasks.tracking import MetricPoint, Tracker, connect
+from tasks.workspace import Workspace
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 BAD_INPUT = 2
@@ -122,3 +124,21 @@ def test_page_that_cannot_be_written_is_told(
     result = CliRunner().invoke(app, ["compare", *runs, "--html", str(target)])
     assert result.exit_code == BAD_INPUT
     assert f"{target} cannot be written" in result.stderr
+
+
+@pytest.mark.slow
+def test_page_of_a_server_links_to_its_runs(
+    mlflow_server: str, workspace: Workspace, tmp_path: Path
+) -> None:
+    tracking = TrackingConfig(tracking_uri=mlflow_server, experiment="compare")
+    tracker = connect(tracking, workspace)
+    made = [tracker.start_run("sft", {"stage": "sft"}, {"rate": rate}) for rate in (1, 2)]
+    page = tmp_path / "page.html"
+    request = CompareRequest((made[0], f"runs:/{made[1]}"), tracking, page=page)
+    found = run_compare(request)
+    assert [row.cells for row in found.tables[1].rows] == [["1", "2"]]
+    tags = _Tags()
+    tags.feed(page.read_text(encoding="utf-8"))
+    links = {value for name, value in tags.attributes if name == "href"}
+    assert links == {tracker.run_url(run_id) for run_id in made}
+    assert all(link.startswith(f"{mlflow_server}/#/experiments/") for link in links)

@@ -1,11 +1,20 @@
-"""Lineage as a Mermaid diagram."""
+"""Lineage as a Mermaid diagram, and `rlhf lineage`."""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from typer.testing import CliRunner
+
+from flows.cli import app
 from flows.lineage import lineage_mermaid
+from tasks.artifacts import ParentRef, file_sha256
 from tasks.lineage import LineageNode
+from tasks.tracking import Tracker
 
 
 def _tree(raw_path: str = "/raw/pairs.jsonl") -> LineageNode:
@@ -53,3 +62,24 @@ def test_names_cannot_end_a_label_or_be_html() -> None:
     label = line.removeprefix('    n3(["').removesuffix('"])').replace("<br/>", "")
     # What is left are letters, harmless signs, and entities of numbers.
     assert re.fullmatch(r"(?:[\w ./:@=+,-]|#\d+;)+", label), label
+
+
+def test_command_prints_one_form_and_fails_for_a_broken_link(
+    tracker: Tracker, make_artifact: Callable[..., Any], tmp_path: Path
+) -> None:
+    raw = tmp_path / "pairs.jsonl"
+    raw.write_text("{}")
+    source = ParentRef(kind="file", fingerprint=file_sha256(raw), path=str(raw))
+    path = str(make_artifact("ingest", {"source": source}).path)
+    run = CliRunner().invoke
+    diagram = run(app, ["lineage", path, "--mermaid"])
+    assert diagram.exit_code == 0
+    assert diagram.stdout.startswith("flowchart TD\n")
+    tree = json.loads(run(app, ["lineage", path, "--json", "--verify"]).stdout)
+    assert (tree["status"], tree["parents"]["source"]["status"]) == ("verified", "verified")
+    both = run(app, ["lineage", path, "--mermaid", "--json"])
+    assert (both.exit_code, both.stdout) == (2, "")
+    raw.write_text("{} ")
+    broken = run(app, ["lineage", path])
+    assert broken.exit_code == 1
+    assert f"changed: {raw}: " in broken.stdout

@@ -90,6 +90,10 @@ def test_artefact_that_was_deleted_under_a_cached_stage_is_made_again(
     report = run_chain()
     base = read_manifest(Path(report)).parents["base"]
     shutil.rmtree(base.path)
+    # As if the process had been killed after it had published the student.
+    student = tracker.latest_finished("distill")
+    assert student is not None
+    tracker.reopen(student.run_id)
     assert run_chain() == report
     second = _chains(tracker)[0]
     ran = [
@@ -98,6 +102,11 @@ def test_artefact_that_was_deleted_under_a_cached_stage_is_made_again(
     assert ran == ["sft"]
     latest = tracker.latest_finished("sft")
     assert latest is not None and latest.tags["fingerprint"] == base.fingerprint
+    # The run that was settled has one model and one version, as before.
+    assert tracker.read_run(student.run_id).status == "FINISHED"
+    assert [version.version for version in Registry(tracker).versions()] == [1]
+    outputs = MlflowClient(tracker.tracking_uri).get_run(student.run_id).outputs
+    assert len(outputs.model_outputs) == 1
 
 
 def test_machine_is_sampled_and_once_more_at_the_end(tracker: Tracker) -> None:
