@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,13 +79,18 @@ def _write(path: Path, text: str) -> None:
         ) from error
 
 
+def _short(ref: str) -> str:
+    """Return a reference with run ids cut as git cuts commits."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24}\b", r"\1", ref)
+
+
 def print_comparison(console: Console, found: Comparison) -> None:
     """Print a table per kind of row."""
     for kept in found.tables:
         table = Table(title=kept.title, title_justify="left", box=SIMPLE)
         table.add_column("", overflow="fold")
         for run in found.runs:
-            table.add_column(Text(run.ref), overflow="fold")
+            table.add_column(Text(_short(run.ref)), overflow="fold")
         for row in kept.rows:
             style = "yellow" if row.differs and kept.title in ("settings", "inputs") else None
             # What models and people named is text, not markup.

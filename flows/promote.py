@@ -11,6 +11,7 @@ from tasks.artifacts import EvalReport, StudentAdapter, load_artifact
 from tasks.config import EvaluateConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
 from tasks.model_registry import CHAMPION, Registry, StudentVersion
+from tasks.progress import ProgressDisplay
 from tasks.promotion import (
     Evaluation,
     Promotion,
@@ -42,14 +43,18 @@ class Decision:
 def apply_verdict(tracker: Tracker, artifact: EvalReport) -> Decision:
     """Record what an evaluation says of its student, and make it the champion if it is to be one.
 
-    A refusal is no failure of the evaluation: it is logged, with its reasons, and tagged on the run
-    and on the version. The champion stays.
+    A refusal is no failure of the evaluation: it is logged, with its reasons, and tagged on its
+    run, on that of its chain, and on the version. The champion stays.
     """
     run_id = artifact.manifest.mlflow_run_id
     assert run_id is not None, "an artefact of a flow names its run"
     decision = _decide(tracker, artifact, run_id)
     run_logger("evaluate").info("Promotion: %s", decision.text)
-    tracker.set_tags(run_id, {OUTCOME_TAG: decision.text})
+    ProgressDisplay("evaluate").note(f"promotion: {decision.text}")
+    chain = tracker.read_run(run_id).tags.get("pipeline.run_id")
+    for told in (run_id, chain):
+        if told is not None:
+            tracker.set_tags(told, {OUTCOME_TAG: decision.text})
     return decision
 
 

@@ -90,6 +90,7 @@ def test_command_prints_writes_a_page_and_json(
     text = " ".join(result.stdout.split())
     assert "optimizer.learning_rate 0.1 0.2" in text
     assert "summary/accuracy" in text
+    assert all(run_id[:8] in text for run_id in runs)
     assert "[bold]" in result.stdout  # Text of a run is no markup.
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert [file.name for file in tmp_path.iterdir() if file.suffix == ".html"] == [page.name]
