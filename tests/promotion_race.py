@@ -24,8 +24,11 @@ class _MeetingRegistry(Registry):
         return super().claim(move)
 
 
-def compete(tracker: Tracker, mine: int, barrier: Barrier, wins: Any, ledgers: Any) -> None:
-    """Try in each round to replace the champion that both saw at its start."""
+def compete(tracker: Tracker, mine: int, barrier: Barrier, results: Any) -> None:
+    """Try in each round to replace the champion that both saw at its start.
+
+    Puts the round, the version, whether it won, and the ledger's run into the queue.
+    """
     for number in range(ROUNDS):
         registry = _MeetingRegistry(tracker)
         registry.barrier = barrier
@@ -33,8 +36,8 @@ def compete(tracker: Tracker, mine: int, barrier: Barrier, wins: Any, ledgers: A
         barrier.wait(_WAIT_SECONDS)
         try:
             move_champion(registry, Promotion(mine, expected, "a racer", f"round {number}"))
-            wins.append((number, mine))
+            has_won = True
         except PromotionError:
-            pass
-        ledgers.append(registry._ledger)
+            has_won = False
+        results.put((number, mine, has_won, registry._ledger))
         barrier.wait(_WAIT_SECONDS)

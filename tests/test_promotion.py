@@ -229,23 +229,22 @@ def test_evaluation_is_kept_on_the_version(registry: Registry) -> None:
 def _check_competition(tracker: Tracker, make: Make) -> None:
     registry = _registered(tracker, make, 2)
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        wins, ledgers, barrier = manager.list(), manager.list(), context.Barrier(2)
-        racers = [
-            context.Process(target=compete, args=(tracker, mine, barrier, wins, ledgers))
-            for mine in (1, 2)
-        ]
-        for racer in racers:
-            racer.start()
-        for racer in racers:
-            racer.join(120)
-        assert [racer.exitcode for racer in racers] == [0, 0]
-        won = sorted(wins)
-        # One winner in each round, and both agreed on where the moves are written.
-        assert [number for number, _ in won] == list(range(ROUNDS))
-        assert len(set(ledgers)) == 1
-        assert [move.version for move in registry.moves()] == [version for _, version in won]
-        assert champion_of(registry) == won[-1][1]
+    results, barrier = context.SimpleQueue(), context.Barrier(2)
+    racers = [
+        context.Process(target=compete, args=(tracker, mine, barrier, results)) for mine in (1, 2)
+    ]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(120)
+    assert [racer.exitcode for racer in racers] == [0, 0]
+    told = sorted(results.get() for _ in range(2 * ROUNDS))
+    won = [(number, version) for number, version, has_won, _ in told if has_won]
+    # One winner in each round, and both agreed on where the moves are written.
+    assert [number for number, _ in won] == list(range(ROUNDS))
+    assert len({ledger for *_, ledger in told}) == 1
+    assert [move.version for move in registry.moves()] == [version for _, version in won]
+    assert champion_of(registry) == won[-1][1]
     found = tracker.find_runs({"stage": "promotions"})
     assert [run.run_id for run in found] == [registry._ledger]
 
