@@ -199,6 +199,9 @@ class PipelineConfig(Section):
         """Return every config of stage offline_ppo that may run, by where it comes from."""
         if self.ablation is None:
             return {"offline_ppo": self.offline_ppo}
+        if self.ablation.stage == "distill":
+            self.ablation.resolve(self.distill)
+            return {"offline_ppo": self.offline_ppo}
         return {
             f"ablation method {name!r}: offline_ppo": section
             for (name, _), section in self.ablation.resolve(self.offline_ppo).items()

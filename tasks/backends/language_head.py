@@ -37,6 +37,7 @@ class HeadReading:
         columns_of: reads the logits of some of the M tokens.
         in_parts: do not compute the logits of all of them at once.
         found: columns of all M tokens, once the head ran in parts.
+        is_done: the head has had its states.
     """
 
     slots: Tensor
@@ -44,10 +45,12 @@ class HeadReading:
     columns_of: ColumnsOf
     in_parts: bool
     found: Columns = field(default_factory=dict)
+    is_done: bool = False
 
     def pick(self, head: Any, states: Tensor) -> Tensor:
         """Return the states that the head itself has to see, (1, M, H), or none of them, (1, 0, H),
         where the parts are done here."""
+        self.is_done = True
         picked = states.flatten(0, 1)[self.slots]
         if not self.in_parts:
             return picked[None]

@@ -153,7 +153,7 @@ class LanguageEngine(_MergedRows, FSDPEngineWithLMHead):  # type: ignore[misc]
         return get_peft_model(module, adapter_config(self.lora))
 
     def _only_what_is_read(self, head: Any, args: Sequence[Any]) -> Any:
-        if self.reading is None:
+        if self.reading is None or self.reading.is_done:
             return None
         return (self.reading.pick(head, args[0]), *args[1:])
 
