@@ -64,7 +64,8 @@ class StudentExport:
         """
         self.session.export(self.spec.name, directory / ADAPTER)
         merge_adapter(self.base_dir, directory / ADAPTER, directory / MERGED)
-        with TemporaryDirectory(prefix="rlhf-student-") as scratch:
+        # Beside the artefact's files, where every node sees it.
+        with TemporaryDirectory(prefix=".check-", dir=directory) as scratch:
             logits = Path(scratch) / "logits.safetensors"
             self._write_logits(logits, rows, Path(scratch))
             found = self._read_back(directory, logits, rows)

@@ -43,8 +43,9 @@ from tasks.data.student_report import (
 from tasks.models.student import n_parameters
 from tasks.models.weights import list_weight_files
 
-# Labels per token that the agreement is computed from; a smaller vocabulary is used whole.
+# Labels per token that the agreement is computed from; a small vocabulary is used whole.
 AGREEMENT_LABELS = 64
+_SMALL_VOCABULARY = 1024
 _COMPARED = "compared"
 _JUDGE = "the reward model"
 _BATCH_SIZE = 512
@@ -124,7 +125,7 @@ class StudentOutcome:
     def _load_teacher_and_agree(self, teacher: _Spoken) -> Agreement:
         """Return how the student differs from the teacher on what the teacher said."""
         vocabulary = self.renderer.vocab_size
-        k = min(AGREEMENT_LABELS, vocabulary)
+        k = vocabulary if vocabulary <= _SMALL_VOCABULARY else AGREEMENT_LABELS
         rows = [reply.row for reply in teacher.replies]
         self.session.load(RoleSpec(_COMPARED, "language_model", str(self.dirs[TEACHER])))
         labels = self.session.read_tokens(_COMPARED, rows, TopKReader(k, 1.0, vocabulary))

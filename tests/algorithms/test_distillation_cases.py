@@ -10,6 +10,7 @@ import torch
 
 from tasks.algorithms import distillation_losses as dl
 from tasks.algorithms.logprobs import logprobs_from_logits
+from tasks.algorithms.masking import response_labels
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 
@@ -81,3 +82,12 @@ def test_kd_09_mean_over_the_global_batch(case: Any) -> None:
         for p in parts
     ]
     assert float(sum(losses)) == pytest.approx(expected["token_mean"])
+
+
+def test_kd_08_labels_are_responses_only(case: Any) -> None:
+    given, expected = case("KD-08")
+    ids = torch.tensor([given["ids"]])
+    real = torch.tensor([[True, True, True, True, False]])
+    labels = response_labels(ids, real, torch.tensor([given["prompt_len"]]))
+    assert labels[0].tolist() == expected["labels"]
+    assert int((labels != -100).sum()) == expected["loss_tokens"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -290,6 +291,42 @@ def test_logits_of_a_batch_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> N
         _merged_outputs(_engine(model), Batch(MIXED), 500)
     n_tokens = sum(len(row.response_ids) for row in MIXED)
     assert max(seen) == 3 and sum(seen) == 2 * n_tokens
+
+
+def test_kd_08_only_response_tokens_are_in_the_loss(shared_cases: Any) -> None:
+    """As the workers see it: a student's loss over rows of prompt and response, padded in the
+    micro-batch, counts the response's tokens and no others."""
+    case = next(one for one in shared_cases("distill") if one["id"] == "KD-08")
+    ids, n_prompt = case["input"]["ids"], case["input"]["prompt_len"]
+    response = [token for token in ids[n_prompt:] if token != case["input"]["pad_id"]]
+    rows = [Row(tuple(ids[:n_prompt]), tuple(response)), _row(0, 5, 3)]
+    engine = _engine(_model("llama"))
+    engine.hook = hook = StudentLoss("none", 0.0, 1.0, VOCABULARY)
+    (micro_batch,), _ = engine._micro_batches(_data(Batch(rows), 500, batch_num_tokens=5))
+    inputs, layout = engine.prepare_model_inputs(micro_batch)
+    assert bool((layout.segments == -1).any())
+    output = engine.module(**inputs, use_cache=False)
+    outputs = engine.prepare_model_outputs(output, layout, micro_batch, hook)
+    _, metrics = hook(outputs, micro_batch)
+    assert metrics["n_tokens"] == case["expected"]["loss_tokens"] + 3
+
+
+def test_lora_04_the_head_is_saved_and_not_adapted(shared_cases: Any) -> None:
+    case = next(one for one in shared_cases("lora") if one["id"] == "LORA-04")
+    engine = ValueEngine.__new__(ValueEngine)
+    engine.model_config = SimpleNamespace(
+        lora_rank=4, lora_alpha=8, target_modules=case["input"]["target_modules"]
+    )
+    adapted = engine._build_lora_module(_model("llama", scored=True))
+    config = adapted.peft_config["default"]
+    assert sorted(config.target_modules) == case["expected"]["target_modules"]
+    # peft adds its own names of heads, of which this model has no other.
+    heads = {name for name, _ in _model("llama", scored=True).named_children()} - {"model"}
+    assert heads & set(config.modules_to_save) == set(case["expected"]["modules_to_save"])
+    learns = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert "score" not in config.target_modules
+    assert any("score.modules_to_save" in name for name in learns)
+    assert not any("score" in name and "lora_" in name for name in learns)
 
 
 def test_readings_in_parts_equal_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
