@@ -108,7 +108,8 @@ class TopKReader(_Reader):
 class SampleReader(_Reader):
     """k tokens that a teacher draws at temperature tau, (m, k), and their log-probabilities.
 
-    The draws depend on seed, rows and position, not on what else is computed.
+    The draws follow from the seed and the rows of the micro-batch, so that the same pass draws the
+    same again.
     """
 
     k: int
