@@ -19,7 +19,6 @@ from flows.ablation_plan import ABLATION
 from flows.command import RunRequest, run
 from flows.console import print_ablation
 from flows.monitor import monitored
-from tasks.artifacts import PolicyCheckpoint, StudentAdapter, load_artifact
 from tasks.config import MethodConfig, PipelineConfig
 from tasks.data.ablation_page import read_ablation
 from tasks.data.ablation_report import AblationReport, AblationRun, Measurement
@@ -202,34 +201,3 @@ def _files(directory: Path) -> dict[str, int]:
 def test_single_stages_are_refused(option: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="an ablation runs the stages that it needs"):
         run(RunRequest(load_config(CONFIG), **option))  # type: ignore[arg-type]
-
-
-def test_students_are_compared_with_their_teacher(done: Done) -> None:
-    """Kinds of labels of stage distill, in the same workspace: upstream stages are reused, the
-    policy is trained once, and every student has its share of the teacher's rate."""
-    methods = {
-        "soft": MethodConfig(overrides={"soft_labels.alpha": 1.0}),
-        "hard": MethodConfig(overrides={"data": "chosen", "soft_labels.alpha": 0.0}),
-    }
-    assert done.cfg.ablation is not None
-    section = done.cfg.ablation.model_copy(
-        update={"stage": "distill", "methods": methods, "only": None}
-        | {"seeds": (0,), "tuning_seeds": (0,)}
-    )
-    distill = done.cfg.distill.model_copy(
-        update={"report": done.cfg.distill.report.model_copy(update={"prompts": 0})}
-    )
-    cfg = done.cfg.model_copy(update={"ablation": section, "distill": distill})
-    with monitored():
-        report = read_ablation(Path(rlhf_ablation(cfg)).parent)
-    assert [method.name for method in report.methods] == ["soft", "hard"]
-    (teacher,) = report.teacher_runs
-    policy = load_artifact(Path(str(teacher.policy)), PolicyCheckpoint)
-    for method in report.methods:
-        (run_,) = method.runs
-        student = load_artifact(Path(str(run_.policy)), StudentAdapter)
-        assert student.manifest.parents["policy"].fingerprint == policy.fingerprint
-        expected = run_.figures["good_rate"] / teacher.figures["good_rate"]
-        assert run_.figures["share_of_teacher"] == pytest.approx(expected)
-    page = (done.workspace.root / ABLATION / "ablation.md").read_text()
-    assert "of the teacher's" in page and "| teacher |" in page
