@@ -11,7 +11,7 @@ TEST_PROCESSES ?= 2
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 export RLHF_HOME ?= $(CURDIR)/var
 
-.PHONY: help demo test test-fast test-long check bench bench-ppo bench-ingest clean lock
+.PHONY: help demo test test-fast test-long check bench bench-ppo bench-distill bench-ingest clean lock
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -54,10 +54,14 @@ $(BENCH_STAMP): $(STAMP) requirements-bench.lock
 bench: $(BENCH_STAMP)  ## reward-model training and offline PPO against TRL, ingestion against datasets; BENCH_ARGS="--quick", or "--help" for the rest
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.run reward-model $(BENCH_ARGS)
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.run offline-ppo $(BENCH_ARGS)
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.distill $(BENCH_DISTILL_ARGS)
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.ingest $(BENCH_INGEST_ARGS)
 
 bench-ppo: $(BENCH_STAMP)  ## offline PPO against TRL's DPOTrainer; BENCH_ARGS as above
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.run offline-ppo $(BENCH_ARGS)
+
+bench-distill: $(STAMP)  ## the student's step with soft labels against cross-entropy alone; BENCH_DISTILL_ARGS="--quick", or "--help" for the rest
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.distill $(BENCH_DISTILL_ARGS)
 
 bench-ingest: $(STAMP)  ## ingestion against datasets; BENCH_INGEST_ARGS="--quick", or "--help" for the rest
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.ingest $(BENCH_INGEST_ARGS)

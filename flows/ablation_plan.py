@@ -8,19 +8,27 @@ from pathlib import Path
 from typing import TypeVar
 
 from flows.preflight import check_inputs
-from tasks.config import AblationConfig, PipelineConfig, Stage, StageConfig
+from tasks.config import (
+    AblationConfig,
+    DistillConfig,
+    OfflinePPOConfig,
+    PipelineConfig,
+    Stage,
+    StageConfig,
+)
 from tasks.data.ablation_report import AblationReport, Split
 from tasks.errors import ConfigError
 from tasks.workspace import Workspace
 
 ABLATION = "ablation"
 UPSTREAM_STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model")
+Compared = OfflinePPOConfig | DistillConfig
 S = TypeVar("S", bound=StageConfig)
 
 
 @dataclass(frozen=True)
 class Job:
-    """One policy to train and to measure; ``setting`` is an index in the method's grid."""
+    """One policy or student to train and measure; ``setting`` is an index in the method's grid."""
 
     method: str
     setting: int
@@ -78,10 +86,23 @@ def check_ablation(cfg: PipelineConfig) -> None:
         RlhfError: as `flows.preflight.check_inputs`.
     """
     section = section_of(cfg)
-    check_inputs(cfg, UPSTREAM_STAGES)
-    for (name, _), policy in section.resolve(cfg.offline_ppo).items():
+    check_inputs(cfg, upstream_stages(section))
+    for (name, _), stage_cfg in settings_of(cfg).items():
         if name in section.compared:
-            check_inputs(cfg.model_copy(update={"offline_ppo": policy}), ("offline_ppo",))
+            check_inputs(cfg.model_copy(update={section.stage: stage_cfg}), (section.stage,))
+
+
+def upstream_stages(section: AblationConfig) -> tuple[Stage, ...]:
+    """Return the stages before the one whose methods are compared."""
+    return UPSTREAM_STAGES if section.stage == "offline_ppo" else (*UPSTREAM_STAGES, "offline_ppo")
+
+
+def settings_of(cfg: PipelineConfig) -> dict[tuple[str, int], Compared]:
+    """Return the config of each method and setting."""
+    section = section_of(cfg)
+    if section.stage == "distill":
+        return {**section.resolve(cfg.distill)}
+    return {**section.resolve(cfg.offline_ppo)}
 
 
 class Clock:
@@ -126,6 +147,7 @@ def report_metrics(report: AblationReport) -> dict[str, float]:
         for name, figure in (*method.figures.items(), ("difference", method.difference))
     }
     figures |= {f"{name}/base": figure for name, figure in report.base.items()}
+    figures |= {f"{name}/teacher": figure for name, figure in report.teacher.items()}
     found: dict[str, float] = {}
     for name, figure in figures.items():
         if figure is None:

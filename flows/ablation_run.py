@@ -15,23 +15,26 @@ from prefect.context import FlowRunContext
 from flows.ablation_plan import (
     ABLATION,
     Clock,
+    Compared,
     Job,
     check_ablation,
     report_metrics,
     result_dir,
     section_of,
     seeded,
+    settings_of,
 )
 from flows.chain import cluster_closed, open_command_run
 from flows.ingest import ingest
 from flows.mlflow_run import describe
 from flows.monitor import RunMonitor, monitored
+from flows.offline_ppo import train_offline_ppo
 from flows.options import RunOptions
 from flows.reporting import publish_link
 from flows.reward_model import train_reward_model
 from flows.sft import sft
-from tasks.artifacts import PolicyCheckpoint
-from tasks.config import AblationConfig, OfflinePPOConfig, PipelineConfig
+from tasks.artifacts import Artifact
+from tasks.config import AblationConfig, PipelineConfig
 from tasks.config_ablation import label_of
 from tasks.data.ablation_page import render_page, result_rows, write_ablation
 from tasks.data.ablation_report import AblationReport, AblationRun
@@ -45,11 +48,12 @@ from tasks.workspace import Workspace
 
 @dataclass(frozen=True)
 class SeedModels:
-    """Paths of what the policies of one seed share."""
+    """Paths of what the runs of one seed share; students share a policy, their teacher."""
 
     preferences: str
     base: str
     reward_model: str
+    policy: str | None = None
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Ablation:
     workspace: Workspace
     log: StageLog
     monitor: RunMonitor
-    settings: dict[tuple[str, int], OfflinePPOConfig]
+    settings: dict[tuple[str, int], Compared]
     clock: Clock
     models: dict[int, SeedModels] = field(default_factory=dict)
     policies: dict[tuple[str, int, int], str] = field(default_factory=dict)
@@ -83,12 +87,12 @@ class Ablation:
         """Where measurements are kept from run to run."""
         return self.workspace.cache_dir / ABLATION
 
-    def config_of(self, job: Job) -> OfflinePPOConfig:
+    def config_of(self, job: Job) -> Compared:
         """Return the config of the stage for a job."""
         return seeded(self.settings[job.method, job.setting], job.seed)
 
     def models_of(self, seed: int) -> SeedModels:
-        """Run the stages before offline_ppo with a seed, once."""
+        """Run the stages before the compared one with a seed, once."""
         if seed not in self.models:
             started_at = time.monotonic()
             self.log.display.note(f"the models of seed {seed} come first")
@@ -97,7 +101,11 @@ class Ablation:
             base = sft(seeded(cfg.sft, seed), preferences, options)
             reward_cfg = seeded(cfg.reward_model, seed)
             reward_model = train_reward_model(reward_cfg, preferences, base, options)
-            self.models[seed] = SeedModels(preferences, base, reward_model)
+            policy = None
+            if self.section.stage == "distill":
+                policy_cfg = seeded(cfg.offline_ppo, seed)
+                policy = train_offline_ppo(policy_cfg, preferences, reward_model, base, options)
+            self.models[seed] = SeedModels(preferences, base, reward_model, policy)
             self.clock.seed_done(time.monotonic() - started_at)
         return self.models[seed]
 
@@ -111,8 +119,8 @@ class Ablation:
     def _label(self, job: Job) -> str:
         return label_of(self.section.methods[job.method].grid[job.setting])
 
-    def tag(self, policy: PolicyCheckpoint, job: Job) -> None:
-        """Make the MLflow run of a policy findable by what it was run for."""
+    def tag(self, policy: Artifact, job: Job) -> None:
+        """Make the MLflow run of a policy or student findable by what it was run for."""
         tracker = self.log.tracker
         try:
             run = tracker.read_run(policy.manifest.mlflow_run_id or "")
@@ -179,7 +187,7 @@ def ablation_run(cfg: PipelineConfig) -> Iterator[Ablation]:
             publish_link(tracker, ABLATION, run_id)
             if not monitor.inputs_checked:
                 check_ablation(cfg)
-            settings = section.resolve(cfg.offline_ppo)
+            settings = settings_of(cfg)
             yield Ablation(cfg, section, workspace, log, monitor, settings, Clock(section))
 
 

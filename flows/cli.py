@@ -72,7 +72,7 @@ def run_command(
     config: Annotated[
         str,
         typer.Argument(
-            metavar="[CONFIG]", help="YAML file, or demo, demo_ablation, hh_cpu, hh_gpu."
+            metavar="[CONFIG]", help="YAML file, or demo, demo_ablation, demo_distill, hh_cpu..."
         ),
     ] = "demo",
     override: Overrides = None,

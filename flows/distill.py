@@ -18,14 +18,25 @@ def distill(
     preferences: str = "latest",
     policy: str = "latest",
     base: str = "latest",
+    reward_model: str = "latest",
     options: RunOptions = DEFAULT_OPTIONS,
 ) -> str:
     """Train the student's adapter, register it as the candidate, and return its path."""
     with stage_run(
-        "distill", cfg, options, preferences=preferences, policy=policy, base=base
+        "distill",
+        cfg,
+        options,
+        preferences=preferences,
+        policy=policy,
+        base=base,
+        reward_model=reward_model,
     ) as run:
         if run.is_needed:
             from tasks.distill import train_student
 
-            run.publish(train_student(run.context, cfg, run.preferences, run.policy, run.base))
+            run.publish(
+                train_student(
+                    run.context, cfg, run.preferences, run.policy, run.base, run.reward_model
+                )
+            )
     return run.path

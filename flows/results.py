@@ -38,6 +38,7 @@ def state_of(outcome: StageOutcome) -> str:
 HEADLINES: Mapping[str, tuple[str, ...]] = {
     "reward_model": ("test_accuracy", "test_accuracy_low", "test_accuracy_high", "test_ece"),
     "offline_ppo": ("reward_agrees_with_label", "chosen_logprob_drift", "rejected_logprob_drift"),
+    "distill": ("teacher_same_top", "win_rate_against_base", "win_rate_against_teacher"),
     "evaluate": (
         "policy_win_rate_against_base",
         "student_win_rate_against_base",

@@ -33,7 +33,9 @@ def rlhf_pipeline(cfg: PipelineConfig = DEFAULTS, rerun_from: Stage | None = Non
         policy = train_offline_ppo(
             cfg.offline_ppo, preferences, reward_model, base, chain.options("offline_ppo")
         )
-        student = distill(cfg.distill, preferences, policy, base, chain.options("distill"))
+        student = distill(
+            cfg.distill, preferences, policy, base, reward_model, chain.options("distill")
+        )
         report = evaluate(
             cfg.evaluate,
             preferences,

@@ -58,7 +58,14 @@ STAGE_SPECS: Mapping[Stage, StageSpec] = {
         {"preferences": _PREFERENCES, "reward_model": _REWARD_MODEL, "base": _BASE},
     ),
     "distill": StageSpec(
-        StudentAdapter, 1, {"preferences": _PREFERENCES, "policy": _POLICY, "base": _BASE}
+        StudentAdapter,
+        2,
+        {
+            "preferences": _PREFERENCES,
+            "policy": _POLICY,
+            "base": _BASE,
+            "reward_model": _REWARD_MODEL,
+        },
     ),
     "evaluate": StageSpec(
         EvalReport,

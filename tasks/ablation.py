@@ -1,4 +1,4 @@
-"""Measures the policies of an ablation on held-out prompts, each once."""
+"""Measures the policies or students of an ablation on held-out prompts, each once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from tasks.algorithms.masking import masked_mean
 from tasks.algorithms.win_rates import kl_probe_estimate
-from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
+from tasks.artifacts import (
+    PolicyCheckpoint,
+    PreferenceDataset,
+    RewardModelCheckpoint,
+    StudentAdapter,
+)
 from tasks.backends.behavior import REFERENCE
 from tasks.backends.policy_probe import one_pair_per_prompt
 from tasks.backends.ppo_batches import ACTOR
@@ -28,7 +33,7 @@ from tasks.backends.roles import RoleSpec, Row
 from tasks.backends.session import Session, open_session
 from tasks.backends.speaking import Reply, Speaker
 from tasks.backends.trajectories import mask_of, pad
-from tasks.config import GenerationConfig, OfflinePPOConfig
+from tasks.config import DistillConfig, GenerationConfig, OfflinePPOConfig
 from tasks.data.ablation_report import Measurement, Split
 from tasks.data.hh import Pair
 from tasks.data.pairs import read_pairs
@@ -39,6 +44,9 @@ from tasks.errors import DataError, WorkspaceError
 # Raised when the code starts to measure something else.
 _VERSION = 1
 _BATCH_SIZE = 512
+
+Compared = OfflinePPOConfig | DistillConfig
+Trained = PolicyCheckpoint | StudentAdapter
 
 
 @dataclass(frozen=True)
@@ -83,9 +91,9 @@ class Measured:
 @task(name="measure-policy", cache_policy=NO_CACHE)
 def measure_policy(
     directory: Path,
-    cfg: OfflinePPOConfig,
+    cfg: Compared,
     upstream: Upstream,
-    policy: PolicyCheckpoint,
+    policy: Trained,
     asked: Asked,
 ) -> Measured:
     """Let a policy answer held-out prompts at temperature 1, and judge the answers.
@@ -108,9 +116,7 @@ def measure_policy(
     return Measured(found, path, is_new=True)
 
 
-def _key(
-    cfg: OfflinePPOConfig, upstream: Upstream, policy: PolicyCheckpoint, asked: Asked
-) -> dict[str, Any]:
+def _key(cfg: Compared, upstream: Upstream, policy: Trained, asked: Asked) -> dict[str, Any]:
     """Return all that decides a measurement."""
     artifacts = {"policy": policy, **vars(upstream)}
     return {
@@ -148,9 +154,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
         ) from error
 
 
-def _measure(
-    cfg: OfflinePPOConfig, upstream: Upstream, policy: PolicyCheckpoint, asked: Asked
-) -> Measurement:
+def _measure(cfg: Compared, upstream: Upstream, policy: Trained, asked: Asked) -> Measurement:
     renderer = _one_renderer(cfg, upstream, policy)
     pairs = one_pair_per_prompt(read_pairs(upstream.preferences, asked.split), asked.prompts)
     if not pairs:
@@ -178,7 +182,7 @@ def _measure(
     )
 
 
-def _one_renderer(cfg: OfflinePPOConfig, upstream: Upstream, policy: PolicyCheckpoint) -> Renderer:
+def _one_renderer(cfg: Compared, upstream: Upstream, policy: Trained) -> Renderer:
     renderer = Renderer.load(upstream.base.model_dir, cfg.rendering)
     named = {"policy": policy, "base": upstream.base, "reward": upstream.reward_model}
     for name, artifact in named.items():
@@ -188,9 +192,9 @@ def _one_renderer(cfg: OfflinePPOConfig, upstream: Upstream, policy: PolicyCheck
 
 
 def _replies(
-    cfg: OfflinePPOConfig,
+    cfg: Compared,
     renderer: Renderer,
-    policy: PolicyCheckpoint,
+    policy: Trained,
     pairs: Sequence[Pair],
     asked: Asked,
 ) -> list[Reply]:
@@ -206,7 +210,7 @@ def _replies(
 
 
 def _logprobs(
-    session: Session, policy: PolicyCheckpoint, base: PolicyCheckpoint, rows: Sequence[Row]
+    session: Session, policy: Trained, base: PolicyCheckpoint, rows: Sequence[Row]
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities (N, T) of the answers by the policy and by the base."""
     session.load(RoleSpec(REFERENCE, "language_model", str(base.model_dir)))

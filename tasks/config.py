@@ -13,6 +13,13 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.config_ablation import AblationConfig, MethodConfig
+from tasks.config_distill import (
+    DistillConfig,
+    ModelCardConfig,
+    SoftLabelConfig,
+    StudentLoraConfig,
+    StudentReportConfig,
+)
 from tasks.config_evaluate import (
     AnswersConfig,
     EndpointConfig,
@@ -90,6 +97,7 @@ __all__ = [
     "LengthLimitsConfig",
     "LoraConfig",
     "MethodConfig",
+    "ModelCardConfig",
     "ModelConfig",
     "OfflinePPOConfig",
     "OptimizerConfig",
@@ -113,6 +121,8 @@ __all__ = [
     "SplitConfig",
     "Stage",
     "StageConfig",
+    "StudentLoraConfig",
+    "StudentReportConfig",
     "TinyModelConfig",
     "TokenColumnsConfig",
     "TrackingConfig",
@@ -147,48 +157,6 @@ class SftConfig(StageConfig):
                 f"model.tiny.max_position_embeddings {self.model.tiny.max_position_embeddings} is "
                 f"less than the {longest} tokens that rendering lets through"
             )
-        return self
-
-
-class SoftLabelConfig(Section):
-    """Top-k soft labels with a tail bucket."""
-
-    top_k: PositiveInt = 16
-    tau: PositiveFloat = 2.0
-    alpha: float = Field(
-        0.5, ge=0.0, le=1.0, description="Weight of the soft loss; the rest is cross-entropy."
-    )
-
-
-class DistillConfig(StageConfig):
-    """The aligned policy teaches a LoRA student."""
-
-    student: Literal["base", "model"] = Field(
-        "base", description="Adapter on the chain's base, or on `model`."
-    )
-    model: ModelConfig | None = None
-    data: Literal["teacher", "chosen", "all"] = Field(
-        "teacher", description="Responses the student learns on."
-    )
-    lora: LoraConfig = LoraConfig()
-    soft_labels: SoftLabelConfig = SoftLabelConfig()
-    generation: GenerationConfig = GenerationConfig()
-    epochs: PositiveFloat = 1.0
-    max_steps: PositiveInt | None = None
-    batch_rows: PositiveInt = 64
-    optimizer: OptimizerConfig = OptimizerConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    rendering: RenderingConfig = RenderingConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
-
-    @model_validator(mode="after")
-    def _check_student(self) -> DistillConfig:
-        check_shares("batch_rows", self.batch_rows, self.runtime)
-        check_budget(self.rendering, self.runtime, rows=1)
-        if (self.student == "model") != (self.model is not None):
-            raise ValueError("give `model` exactly when `student` is 'model'")
-        if self.model is not None and self.model.source == "tiny":
-            raise ValueError("a tiny student would have another tokenizer than its teacher")
         return self
 
 
@@ -235,6 +203,9 @@ class PipelineConfig(Section):
     def _policies(self) -> dict[str, OfflinePPOConfig]:
         """Return every config of stage offline_ppo that may run, by where it comes from."""
         if self.ablation is None:
+            return {"offline_ppo": self.offline_ppo}
+        if self.ablation.stage == "distill":
+            self.ablation.resolve(self.distill)
             return {"offline_ppo": self.offline_ppo}
         return {
             f"ablation method {name!r}: offline_ppo": section

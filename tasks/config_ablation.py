@@ -1,12 +1,12 @@
-"""Configuration of an ablation: methods of stage offline_ppo, each with a grid of settings, and the
-seeds and prompts on which they are compared."""
+"""Configuration of an ablation: methods of stage offline_ppo or distill, each with a grid of
+settings, and the seeds and prompts on which they are compared."""
 
 from __future__ import annotations
 
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Self, TypeVar
+from typing import Annotated, Any, Final, Literal, Self, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from tasks.config_shared import PositiveInt, Section, Seed
 
 BASE: Final = "base"
+TEACHER: Final = "teacher"
 SEED: Final = "seed"
 MethodName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
 Overrides = dict[str, JsonValue]
@@ -25,7 +26,7 @@ class MethodConfig(Section):
     """One method: how its section differs from the chain's, and what its tuning may try."""
 
     overrides: Overrides = Field(
-        {}, description="Values of offline_ppo by dotted name, as with -o: importance.level: token"
+        {}, description="Values of the stage by dotted name, as with -o: importance.level: token"
     )
     grid: tuple[Overrides, ...] = Field(
         ({},), min_length=1, description="Settings to choose from, each laid over `overrides`."
@@ -50,6 +51,10 @@ class AblationConfig(Section):
     on validation prompts, the best one of each method runs on all seeds and is judged on test
     prompts."""
 
+    stage: Literal["offline_ppo", "distill"] = Field(
+        "offline_ppo",
+        description="What the methods are methods of; students have the teacher beside them.",
+    )
     methods: dict[MethodName, MethodConfig] = Field(
         min_length=1, description="By name; the others are compared with the first one."
     )
@@ -72,8 +77,9 @@ class AblationConfig(Section):
 
     @model_validator(mode="after")
     def _check_methods(self) -> Self:
-        if BASE in self.methods:
-            raise ValueError("a method is named 'base', which is the model that all start from")
+        for name, meaning in ((BASE, "the model that all start from"), (TEACHER, "the policy")):
+            if name in self.methods:
+                raise ValueError(f"a method is named {name!r}, which is {meaning}")
         sizes = {name: len(method.grid) for name, method in self.methods.items()}
         if len(set(sizes.values())) > 1:
             shown = ", ".join(f"{name} {size}" for name, size in sizes.items())
@@ -129,7 +135,7 @@ class AblationConfig(Section):
             return with_overrides(section, method.values(index))
         except ValidationError as error:
             details = error.errors(include_url=False)
-            raise _refusal(_blamed(section, method, name, index, details)) from None
+            raise _refusal(_blamed(self.stage, section, method, index, details, name)) from None
 
 
 def with_overrides(section: C, overrides: Mapping[str, JsonValue]) -> C:
@@ -181,15 +187,20 @@ def _plain(text: str) -> Any:
 
 
 def _blamed(
-    section: BaseModel, method: MethodConfig, name: str, index: int, details: list[ErrorDetails]
+    stage: str,
+    section: BaseModel,
+    method: MethodConfig,
+    index: int,
+    details: list[ErrorDetails],
+    name: str,
 ) -> list[Problem]:
     """Return each error at the override that caused it, or at the method as a whole."""
     problems: list[Problem] = []
     for detail in details:
         dotted = ".".join(map(str, detail["loc"]))
-        text = f"offline_ppo.{dotted}: {detail['msg'].removeprefix('Value error, ')}"
+        text = f"{stage}.{dotted}: {detail['msg'].removeprefix('Value error, ')}"
         if detail["type"] == "extra_forbidden":
-            text = f"unknown key {dotted!r} of offline_ppo{_suggestion(section, detail['loc'])}"
+            text = f"unknown key {dotted!r} of {stage}{_suggestion(section, detail['loc'])}"
         places = [
             place
             for place in _places(method, index)

@@ -1,42 +1,59 @@
-"""Stage distill: the aligned policy teaches a LoRA student with top-k soft labels."""
+"""Stage distill: the aligned policy teaches a LoRA student."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from prefect import task
 from prefect.cache_policies import NO_CACHE
-from torch import Tensor
 
 from tasks.algorithms.samplers import LengthGroupedSampler
-from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, StudentAdapter
-from tasks.backends.behavior import NUMERIC_FIELDS
+from tasks.artifacts import (
+    PolicyCheckpoint,
+    PreferenceDataset,
+    RewardModelCheckpoint,
+    StudentAdapter,
+)
 from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.cluster import resolve_device
-from tasks.backends.generation import EndTokens, TransformersGenerator
-from tasks.backends.roles import Batch, RoleSpec, Row
+from tasks.backends.logits_hooks import (
+    FLAG,
+    TEACHER_IDS,
+    TEACHER_LOGPROBS,
+    WEIGHTS,
+    StudentLoss,
+)
+from tasks.backends.roles import Batch, RoleSpec
 from tasks.backends.session import Session, open_session
+from tasks.backends.student_export import StudentExport, checked_rows
+from tasks.backends.student_outcome import StudentOutcome
 from tasks.backends.supervised import SupervisedRun, count_steps, train_supervised
-from tasks.backends.trajectories import response_rows
+from tasks.backends.teacher import StudentData, Teacher
+from tasks.backends.trajectories import Responses
 from tasks.config import DistillConfig
 from tasks.context import StageContext
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
-from tasks.data.token_columns import TokenColumns, read_token_columns, write_token_columns
-from tasks.errors import DataError, ModelError, RendererMismatchError
-from tasks.models.export import merge_adapter, response_logprobs
-from tasks.models.loading import load_causal_lm, load_student
-
-TEACHER = "teacher"
-STUDENT = "student"
-# Largest difference of a log-probability between the trained student and what a reader loads.
-ADAPTER_TOLERANCE = 1e-4
-MERGED_TOLERANCE = 1e-3
-CHECKED_ROWS = 32
+from tasks.data.run_history import FILE_NAME, RunHistory, read_history
+from tasks.data.student_card import (
+    CardFacts,
+    base_name,
+    data_names,
+    licenses_of,
+    lineage_rows,
+    write_cards,
+)
+from tasks.data.student_report import BASE, STUDENT, TEACHER, StudentReport, write_student_report
+from tasks.errors import DataError
+from tasks.models.student import (
+    check_targets,
+    check_vocabulary,
+    n_parameters,
+    refuse_other_tokens,
+)
 
 
 @task(name="train-student", cache_policy=NO_CACHE)
@@ -46,190 +63,207 @@ def train_student(
     preferences: PreferenceDataset,
     policy: PolicyCheckpoint,
     base: PolicyCheckpoint,
+    reward_model: RewardModelCheckpoint,
 ) -> StudentAdapter:
     """Distil the policy into an adapter on the base (or another) model.
 
     Raises:
-        RlhfError: teacher and student that do not fit together (before training), or training that
-            went wrong.
+        RlhfError: teacher and student that do not fit together (before training), training that
+            went wrong, or an export that is not what was trained.
     """
-    student_dir = base.model_dir if cfg.student == "base" else Path(ctx.sources["model"].path)
-    renderer = _same_renderer(cfg, policy, student_dir)
-    ctx.draft.renderer_fingerprint = renderer.fingerprint
-    pairs, left_out = render_pairs(read_pairs(preferences, "train"), renderer)
+    run = _Distillation(ctx, cfg, preferences, policy, base, reward_model)
+    run.check()
+    pairs, left_out = render_pairs(read_pairs(preferences, "train"), run.renderer)
     if not pairs:
         raise DataError(
             f"No training pair fits the renderer: {left_out}", "some", "raise rendering limits"
         )
-    labels = _teacher_labels(ctx, cfg, policy, pairs, renderer)
-    rows = [Row(p, r) for p, r in zip(labels.prompt_ids, labels.response_ids, strict=True)]
-    steps = count_steps(len(rows), cfg.batch_rows, cfg.epochs, cfg.max_steps)
-    ctx.draft.counts |= {"rows": len(rows), "steps": steps, **left_out}
-
-    session = open_session(cfg.runtime, ctx.log)
-    session.load(
-        RoleSpec(
-            STUDENT, "language_model", str(student_dir), cfg.seed, steps, cfg.optimizer, cfg.lora
-        )
-    )
-    _fit(ctx, cfg, session, rows, labels, steps)
-    write = partial(_write, ctx, session, student_dir, rows[:CHECKED_ROWS])
-    return ctx.publish(StudentAdapter, write)
+    ctx.draft.counts |= left_out
+    return run.train(pairs)
 
 
-def _same_renderer(cfg: DistillConfig, policy: PolicyCheckpoint, student_dir: Path) -> Renderer:
-    """Return the renderer that teacher and student share: same tokens by content, not by number."""
-    teacher = Renderer.load(policy.model_dir, cfg.rendering)
-    student = Renderer.load(student_dir, cfg.rendering)
-    if policy.manifest.renderer_fingerprint is not None:
-        teacher.check_same(policy.manifest.renderer_fingerprint, "the teacher")
-    if student.fingerprint != teacher.fingerprint:
-        raise RendererMismatchError(
-            f"The student {student_dir} and the teacher {policy.model_dir} tokenize differently",
-            "the same tokenizer, special tokens and chat template",
-            "choose a student of the teacher's family",
-        )
-    return teacher
+@dataclass(frozen=True)
+class _Distillation:
+    ctx: StageContext
+    cfg: DistillConfig
+    preferences: PreferenceDataset
+    policy: PolicyCheckpoint
+    base: PolicyCheckpoint
+    reward_model: RewardModelCheckpoint
 
+    @property
+    def student_dir(self) -> Path:
+        """The model that is adapted."""
+        if self.cfg.student == "base":
+            return self.base.model_dir
+        return Path(self.ctx.sources["model"].path)
 
-def _teacher_labels(
-    ctx: StageContext,
-    cfg: DistillConfig,
-    policy: PolicyCheckpoint,
-    pairs: Sequence[RenderedPair],
-    renderer: Renderer,
-) -> TokenColumns:
-    """Return the teacher's top-k log-probabilities, from their Parquet file where it exists
-    already."""
-    soft = cfg.soft_labels
-    identity = [
-        policy.content_hash,
-        ctx.inputs["preferences"].content_hash,
-        renderer.fingerprint,
-        cfg.data,
-        str(soft.tau),
-        str(soft.top_k),
-        str(cfg.seed),
-        cfg.generation.model_dump_json(),
-        cfg.runtime.model_dump_json(include=NUMERIC_FIELDS),
-    ]
-    key = hashlib.sha256("|".join(identity).encode()).hexdigest()
-    file = ctx.workspace.cache_dir / "teacher" / f"{key[:16]}.parquet"
-    if not file.exists():
-        rows = _student_rows(ctx, cfg, policy, pairs, renderer)
+    @cached_property
+    def renderer(self) -> Renderer:
+        """The renderer that teacher and student share: same tokens by content, not by number."""
+        teacher = Renderer.load(self.policy.model_dir, self.cfg.rendering)
+        for what, artifact in (("teacher", self.policy), ("reward model", self.reward_model)):
+            if artifact.manifest.renderer_fingerprint is not None:
+                teacher.check_same(artifact.manifest.renderer_fingerprint, f"the {what}")
+        student = Renderer.load(self.student_dir, self.cfg.rendering)
+        if student.fingerprint != teacher.fingerprint:
+            refuse_other_tokens(self.policy.model_dir, self.student_dir)
+        return teacher
+
+    def check(self) -> None:
+        """Refuse what does not fit together, before anything is computed."""
+        self.ctx.draft.renderer_fingerprint = self.renderer.fingerprint
+        for what, directory in (
+            ("The teacher", self.policy.model_dir),
+            ("The student", self.student_dir),
+        ):
+            check_vocabulary(directory, self.renderer.vocab_size, what)
+        adapted = check_targets(self.student_dir, self.cfg.lora.target_modules)
+        self.ctx.draft.counts["adapted_layers"] = adapted
+        sizes = n_parameters(self.student_dir), n_parameters(self.policy.model_dir)
+        if sizes[0] > sizes[1]:
+            self.ctx.log.event(
+                "student_is_larger",
+                f"the student has {sizes[0]:,} weights, its teacher {sizes[1]:,}",
+            )
+
+    def train(self, pairs: Sequence[RenderedPair]) -> StudentAdapter:
+        """Let the teacher speak and label, train, export and report."""
+        cfg, ctx = self.cfg, self.ctx
         session = open_session(cfg.runtime, ctx.log)
-        session.load(RoleSpec(TEACHER, "language_model", str(policy.model_dir)))
-        logprobs, ids = session.top_k(TEACHER, rows, soft.top_k, soft.tau)
-        columns = TokenColumns(
-            [row.prompt_ids for row in rows],
-            [row.response_ids for row in rows],
-            {"teacher_logprobs": logprobs},
-            {"teacher_ids": ids},
+        teacher = Teacher(
+            ctx, cfg, self.policy.model_dir, self.base.model_dir, self.renderer, self.reward_model
         )
-        write_token_columns(file, columns, key)
-    return read_token_columns(file, key)
-
-
-def _student_rows(
-    ctx: StageContext,
-    cfg: DistillConfig,
-    policy: PolicyCheckpoint,
-    pairs: Sequence[RenderedPair],
-    renderer: Renderer,
-) -> list[Row]:
-    """Return the responses that the student learns on."""
-    if cfg.data == "all":
-        return response_rows(pairs)
-    if cfg.data == "chosen":
-        return [Row(pair.prompt_ids, pair.chosen_ids) for pair in pairs]
-    prompts = list(dict.fromkeys(pair.prompt_ids for pair in pairs))
-    generator = TransformersGenerator(
-        policy.model_dir,
-        EndTokens(renderer.end_of_turn_id, renderer.pad_token_id),
-        device=resolve_device(cfg.runtime),
-        threads=cfg.runtime.cpu_threads,
-    )
-    responses = generator.generate(
-        prompts,
-        cfg.generation,
-        cfg.seed,
-        lambda done, total: ctx.log.progress(done, total, "teacher responses"),
-    )
-    ended = [
-        Row(prompt, response)
-        for prompt, response in zip(prompts, responses, strict=True)
-        if response and response[-1] == renderer.end_of_turn_id
-    ]
-    ctx.draft.counts["teacher_responses_without_end"] = len(prompts) - len(ended)
-    if not ended:
-        raise DataError(
-            f"None of {len(prompts)} responses ended in {cfg.generation.max_new_tokens} tokens",
-            "responses with an end of turn",
-            "raise distill.generation.max_new_tokens or set distill.data: chosen",
+        data = teacher.collect(session, pairs)
+        session.drop()
+        steps = count_steps(len(data.rows), cfg.batch_rows, cfg.epochs, cfg.max_steps)
+        ctx.draft.counts |= {"rows": len(data.rows), "steps": steps}
+        spec = RoleSpec(
+            STUDENT,
+            "language_model",
+            str(self.student_dir),
+            cfg.seed,
+            steps,
+            cfg.optimizer,
+            cfg.lora,
         )
-    return ended
+        session.load(spec)
+        self._fit(session, data, steps)
 
+        def write(directory: Path) -> None:
+            self._write(session, spec, data, directory)
 
-def _fit(
-    ctx: StageContext,
-    cfg: DistillConfig,
-    session: Session,
-    rows: Sequence[Row],
-    labels: TokenColumns,
-    steps: int,
-) -> None:
-    from tasks.backends.verl_losses import distillation_loss
+        return ctx.publish(StudentAdapter, write)
 
-    soft = cfg.soft_labels
-    session.set_loss(STUDENT, partial(distillation_loss, soft.alpha, soft.tau))
-    logprobs, ids = labels.floats["teacher_logprobs"], labels.integers["teacher_ids"]
+    def _fit(self, session: Session, data: StudentData, steps: int) -> None:
+        cfg, ctx = self.cfg, self.ctx
+        session.set_loss(STUDENT, self._loss(data))
+        store = CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep)
+        history = RunHistory.open(ctx.checkpoint_dir, store.latest_step())
+        run = SupervisedRun(
+            session,
+            STUDENT,
+            steps,
+            cfg.batch_rows,
+            lambda units: make_batch(data, units),
+            store,
+            ctx.log,
+            history=history,
+        )
+        sampler = LengthGroupedSampler(
+            [len(row) for row in data.rows], batch_size=cfg.batch_rows, seed=cfg.seed
+        )
+        try:
+            train_supervised(run, sampler, cfg.checkpoint)
+        finally:
+            history.close()
 
-    def make_batch(units: Sequence[int]) -> Batch:
-        columns = {
-            "teacher_logprobs": [logprobs[unit] for unit in units],
-            "teacher_ids": [ids[unit].long() for unit in units],
+    def _loss(self, data: StudentData) -> StudentLoss:
+        soft, vocabulary = self.cfg.soft_labels, self.renderer.vocab_size
+        if data.labels is None:
+            return StudentLoss("none", 0.0, 1.0, vocabulary)
+        divergence = "forward_kl" if soft.loss == "sequence" else soft.loss
+        return StudentLoss(soft.kind, soft.alpha, soft.tau, vocabulary, divergence, soft.jsd_beta)
+
+    def _write(self, session: Session, spec: RoleSpec, data: StudentData, directory: Path) -> None:
+        """Write adapter, merged model, report and cards."""
+        ctx = self.ctx
+        export = StudentExport(session, spec, self.student_dir, self._changes_embeddings)
+        ctx.draft.metrics |= export.write(directory, checked_rows(data.rows))
+        report = self._report(session, directory)
+        if report is not None:
+            ctx.draft.metrics |= report.metrics()
+            for file in write_student_report(report, directory / "report"):
+                ctx.log.file(file, "report")
+        facts = self._card(report)
+        write_cards(facts, {"adapter": directory / "adapter", "merged": directory / "merged"})
+        ctx.log.file(directory / "merged" / "README.md", "card")
+
+    @property
+    def _changes_embeddings(self) -> bool:
+        targets = self.cfg.lora.target_modules
+        return targets != "all-linear" and any("embed" in t or "wte" in t for t in [*targets])
+
+    def _report(self, session: Session, directory: Path) -> StudentReport | None:
+        """Compare on test prompts, which nothing was chosen on."""
+        wanted = self.cfg.report
+        if not wanted.prompts:
+            return None
+        try:
+            held_out = Responses.of(self.preferences, "test", self.renderer)
+        except DataError as error:
+            self.ctx.log.event("no_report", f"the student is not compared: {error}")
+            return None
+        dirs = {
+            STUDENT: directory / "merged",
+            TEACHER: self.policy.model_dir,
+            BASE: self.base.model_dir,
         }
-        scalars: dict[str, float | bool] = {"distillation_use_topk": True}
-        return Batch([rows[unit] for unit in units], columns, scalars=scalars)
-
-    run = SupervisedRun(
-        session,
-        STUDENT,
-        steps,
-        cfg.batch_rows,
-        make_batch,
-        CheckpointStore(ctx.checkpoint_dir, cfg.checkpoint.keep),
-        ctx.log,
-    )
-    lengths = [len(row) for row in rows]
-    sampler = LengthGroupedSampler(lengths, batch_size=cfg.batch_rows, seed=cfg.seed)
-    train_supervised(run, sampler, cfg.checkpoint)
-
-
-def _write(
-    ctx: StageContext, session: Session, student_dir: Path, rows: Sequence[Row], directory: Path
-) -> None:
-    """Export adapter and merged model, load both as a reader would, and compare with the trained
-    student."""
-    session.export(STUDENT, directory / "adapter")
-    merge_adapter(student_dir, directory / "adapter", directory / "merged")
-    trained = session.logprobs(STUDENT, rows)
-    adapter = load_student(student_dir, directory / "adapter")
-    merged = load_causal_lm(directory / "merged")
-    for name, model, limit in (
-        ("adapter", adapter, ADAPTER_TOLERANCE),
-        ("merged", merged, MERGED_TOLERANCE),
-    ):
-        found = [response_logprobs(model, row.prompt_ids, row.response_ids) for row in rows]
-        ctx.draft.metrics[f"{name}_reload_difference"] = _compare(name, trained, found, limit)
-
-
-def _compare(name: str, trained: Sequence[Tensor], found: Sequence[Tensor], limit: float) -> float:
-    difference = float((torch.cat(list(trained)) - torch.cat(list(found))).abs().max())
-    if not difference <= limit:
-        raise ModelError(
-            f"The exported {name} differs from the trained student by {difference:.2e} nats",
-            f"at most {limit:.0e}",
-            "nothing was published; report this defect with the base model's name",
+        outcome = StudentOutcome(
+            session, self.renderer, self.reward_model, dirs, directory / "adapter", self.cfg.seed
         )
-    return difference
+        history = read_history(self.ctx.checkpoint_dir / FILE_NAME)
+        return outcome.report(held_out, wanted.prompts, wanted.max_new_tokens, history)
+
+    def _card(self, report: StudentReport | None) -> CardFacts:
+        draft, soft, lora = self.ctx.draft, self.cfg.soft_labels, self.cfg.lora
+        settings = {
+            "data": self.cfg.data,
+            "loss": soft.loss,
+            "soft labels": f"{soft.kind}, tau {soft.tau:g}, alpha {soft.alpha:g}",
+            "adapter": f"rank {lora.rank}, alpha {lora.alpha}, dropout {lora.dropout:g}"
+            + (", rsLoRA" if lora.use_rslora else "")
+            + (", DoRA" if lora.use_dora else ""),
+            "steps": str(draft.counts["steps"]),
+            "responses": str(draft.counts["rows"]),
+            "seed": str(self.cfg.seed),
+            "git commit": str(draft.git_commit),
+        }
+        own = (STUDENT, draft.kind, draft.fingerprint[:16], draft.mlflow_run_id or "")
+        return CardFacts(
+            base=base_name(self.base.manifest, self.ctx.sources.get("model")),
+            data=data_names(self.preferences.manifest),
+            teacher=f"{self.policy.manifest.stage} {self.policy.fingerprint[:16]}",
+            settings=settings,
+            lineage=[own, *lineage_rows(draft.parents)],
+            metrics=dict(draft.metrics),
+            summary=() if report is None else report.record()["summary"],
+            **licenses_of(self.cfg.card, self.student_dir),
+        )
+
+
+def make_batch(data: StudentData, units: Sequence[int]) -> Batch:
+    """Return rows with their labels and weights, as `StudentLoss` reads them."""
+    columns = {}
+    if data.labels is not None:
+        columns[TEACHER_LOGPROBS] = [data.labels.logprobs[unit] for unit in units]
+        if data.labels.ids:
+            columns[TEACHER_IDS] = [data.labels.ids[unit] for unit in units]
+    rows = [data.rows[unit] for unit in units]
+    if data.weights is not None:
+        columns[WEIGHTS] = [
+            torch.full((len(row.response_ids),), float(data.weights[unit]))
+            for row, unit in zip(rows, units, strict=True)
+        ]
+    scalars: dict[str, float | bool] = {FLAG: True}
+    return Batch(rows, columns, scalars=scalars)

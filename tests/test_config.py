@@ -199,7 +199,9 @@ def test_demo_needs_nothing_from_outside() -> None:
 
 
 def test_missing_config_names_the_packaged_ones() -> None:
-    with pytest.raises(MissingInputError, match=r"demo, demo_ablation, hh_cpu, hh_gpu"):
+    with pytest.raises(
+        MissingInputError, match=r"demo, demo_ablation, demo_distill, hh_cpu, hh_gpu"
+    ):
         find_config("dmeo")
     with pytest.raises(MissingInputError, match=r"elsewhere/demo\.yaml"):
         find_config("elsewhere/demo.yaml")

@@ -11,16 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from flows.distill import distill
 from flows.options import RunOptions
+from flows.reward_model import train_reward_model
 from flows.sft import sft
 from tasks.artifacts import StudentAdapter, load_artifact
+from tasks.backends.roles import Row
+from tasks.backends.student_export import check_findings, checked_rows
 from tasks.config import DistillConfig, ModelConfig, SftConfig
-from tasks.distill import _compare
-from tasks.errors import DataError, ModelError, RendererMismatchError
+from tasks.errors import ConfigError, DataError, ModelError, RendererMismatchError
 from tasks.loading_config import load_config, merge
 from tasks.models.export import merge_adapter, response_logprobs
 from tasks.models.loading import load_causal_lm, load_student
@@ -47,12 +50,19 @@ def policy(preferences: str, base: str, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def train(preferences: str, policy: str, base: str) -> Any:
+def reward_model(preferences: str, base: str) -> str:
+    return train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
+
+
+@pytest.fixture(scope="module")
+def train(preferences: str, policy: str, base: str, reward_model: str) -> Any:
     """A function that runs the stage with some changes and returns the student."""
 
     def run(**changes: Any) -> StudentAdapter:
-        cfg = DistillConfig.model_validate(merge(CHAIN.distill.model_dump(), changes))
-        return load_artifact(Path(distill(cfg, preferences, policy, base)), StudentAdapter)
+        small = {"report": {"prompts": 0}}
+        cfg = DistillConfig.model_validate(merge(merge(CHAIN.distill.model_dump(), small), changes))
+        path = distill(cfg, preferences, policy, base, reward_model)
+        return load_artifact(Path(path), StudentAdapter)
 
     return run
 
@@ -60,7 +70,7 @@ def train(preferences: str, policy: str, base: str) -> Any:
 @pytest.fixture(scope="module")
 def student(train: Any) -> StudentAdapter:
     """The student of the unchanged config, which learns on what its teacher writes."""
-    found: StudentAdapter = train()
+    found: StudentAdapter = train(report={"prompts": 12, "max_new_tokens": 16})
     return found
 
 
@@ -120,13 +130,41 @@ def test_merge_of_a_bf16_model_keeps_small_changes(
     assert float(found) == case["expected"]["fp32_merged"]
 
 
-def test_export_that_differs_is_refused() -> None:
-    trained, found = [torch.tensor([-1.0, -2.0])], [torch.tensor([-1.0, -2.25])]
-    assert _compare("merged", trained, found, 0.5) == 0.25
-    with pytest.raises(ModelError, match=r"exported merged differs .* 2\.50e-01 nats"):
-        _compare("merged", trained, found, 0.1)
-    with pytest.raises(ModelError, match="nan nats"):
-        _compare("merged", trained, [torch.tensor([-1.0, math.nan])], 0.1)
+def _findings(**changes: Any) -> dict[str, Any]:
+    same = {"is_tied": True, "is_tied_in_base": True, "same_embeddings": True}
+    return {"adapter": 9e-5, "merged": 9e-4, **same, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"adapter": 2e-4}, r"exported adapter differs .* 2\.00e-04 in a logit.*1e-04"),
+        ({"merged": 0.25}, r"exported merged differs .* 2\.50e-01 in a logit.*1e-03"),
+        ({"merged": math.nan}, "differs from the trained student by nan"),
+        ({"is_tied": False}, "embeddings are apart in the merged model and tied in its base"),
+        ({"same_embeddings": False}, "other input embeddings than its base"),
+    ],
+)
+def test_export_that_differs_is_refused(changes: dict[str, Any], message: str) -> None:
+    assert check_findings(_findings()) == {
+        "adapter_reload_difference": 9e-5,
+        "merged_reload_difference": 9e-4,
+    }
+    with pytest.raises(ModelError, match=message):
+        check_findings(_findings(**changes))
+
+
+def test_embeddings_that_were_adapted_may_change() -> None:
+    assert check_findings(_findings(same_embeddings=False), may_change_embeddings=True)
+
+
+def test_where_the_export_is_checked() -> None:
+    rows = [Row((1, i // 2), tuple(range(2 + i))) for i in range(80)]
+    found = checked_rows(rows)
+    assert len(found) == 32 and len({row.prompt_ids for row in found}) == 32
+    # The first response to each prompt, and of it at most sixteen tokens.
+    assert found[1] == Row((1, 1), (0, 1, 2, 3))
+    assert {len(row.response_ids) for row in found[7:]} == {16}
 
 
 @pytest.mark.slow
@@ -166,11 +204,12 @@ def test_teacher_writes_one_response_per_prompt(
 def test_stored_responses_as_data(train: Any, home: Path) -> None:
     chosen, both = train(data="chosen"), train(data="all")
     assert both.manifest.counts["rows"] == 2 * chosen.manifest.counts["rows"]
-    labels = set((home / "cache" / "teacher").glob("*.parquet"))
+    labels = set((home / "cache" / "teacher").glob("*/*.parquet"))
+    assert labels
     # The labels depend on neither steps nor weights of the loss: they are read back.
     longer = train(data="all", max_steps=6, soft_labels={"alpha": 0.9})
     assert longer.manifest.counts["steps"] == 6
-    assert set((home / "cache" / "teacher").glob("*.parquet")) == labels
+    assert set((home / "cache" / "teacher").glob("*/*.parquet")) == labels
 
 
 @pytest.mark.slow
@@ -181,7 +220,7 @@ def test_a_single_soft_label_is_enough(train: Any) -> None:
 
 @pytest.mark.slow
 def test_same_config_gives_the_same_bytes(student: StudentAdapter, train: Any) -> None:
-    again = train()
+    again = train(report={"prompts": 12, "max_new_tokens": 16})
     for name in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
         assert (again.path / name).read_bytes() == (student.path / name).read_bytes()
 
@@ -190,6 +229,105 @@ def test_same_config_gives_the_same_bytes(student: StudentAdapter, train: Any) -
 def test_teacher_that_never_ends_is_told(train: Any) -> None:
     with pytest.raises(DataError, match=r"responses ended in 1 tokens.*max_new_tokens"):
         train(generation={"max_new_tokens": 1})
+
+
+@pytest.mark.slow
+def test_report_stands_beside_the_student(student: StudentAdapter) -> None:
+    record = json.loads((student.path / "report" / "report.json").read_text())
+    assert record["n_prompts"] == 12
+    models = record["models"]
+    assert set(models) == {"student", "teacher", "base"}
+    for figures in models.values():
+        assert figures["tokens_per_second"] > 0 and figures["perplexity"] > 1.0
+    # The teacher differs from the base by a factor in its last norm; the student is its adapter.
+    assert models["student"]["parameters"] == models["base"]["parameters"]
+    assert 0 < record["adapter_parameters"] < models["base"]["parameters"]
+    agreement = record["agreement"]
+    assert 0.0 < agreement["kl"]["value"] < 1.0 and 0.5 < agreement["same_top"] <= 1.0
+    assert agreement["is_exact"]
+    for rate in record["win_rates"].values():
+        assert rate["n_wins"] + rate["n_ties"] + rate["n_losses"] == 12
+    names = {file.name for file in (student.path / "report").iterdir()}
+    assert {"overview.png", "report.md", "history.jsonl", "against_base.parquet"} <= names
+    assert student.manifest.metrics["teacher_same_top"] == agreement["same_top"]
+
+
+@pytest.mark.slow
+def test_cards_say_where_the_student_comes_from(
+    student: StudentAdapter, preferences: str, policy: str
+) -> None:
+    for form in ("adapter", "merged"):
+        card = (student.path / form / "README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["library_name"] == {"adapter": "peft", "merged": "transformers"}[form]
+        assert head["license"] == "other" and head["pipeline_tag"] == "text-generation"
+        for artefact in (preferences, policy):
+            assert json.loads((Path(artefact) / "artifact.json").read_text())["fingerprint"][
+                :16
+            ] in (card)
+        assert "teacher\\_same\\_top" in card and "adapter\\_reload\\_difference" in card
+
+
+@pytest.mark.slow
+def test_mixture_with_everything(train: Any) -> None:
+    """Sampled labels, a quantile of rewards, weights of agreement, a stabilised adapter."""
+    student = train(
+        data="mixture",
+        min_reward_quantile=0.25,
+        reward_weighting="agreement",
+        soft_labels={"kind": "sampled", "samples": 6},
+        lora={"dropout": 0.1, "use_rslora": True},
+    )
+    counts, metrics = student.manifest.counts, student.manifest.metrics
+    left = counts["teacher_responses_without_end"] + counts["teacher_responses_below_quantile"]
+    pairs = (counts["rows"] + left) // 2
+    assert counts["rows"] + left == 2 * pairs
+    ended = pairs - counts["teacher_responses_without_end"]
+    # A quarter is left out, but for equal rewards at the bound.
+    assert 0 < counts["teacher_responses_below_quantile"] <= 0.25 * ended + 1
+    assert 0.0 < metrics["agreement_weight_min"] < 1.0 < metrics["agreement_weight_max"]
+    config = json.loads((student.path / "adapter" / "adapter_config.json").read_text())
+    assert config["use_rslora"] and config["lora_dropout"] == 0.1 and not config["use_dora"]
+
+
+@pytest.mark.slow
+def test_whole_rows_and_a_decomposed_adapter(train: Any) -> None:
+    student = train(
+        data="chosen", soft_labels={"kind": "full", "loss": "jsd"}, lora={"use_dora": True}
+    )
+    weights = load_file(student.path / "adapter" / "adapter_model.safetensors")
+    assert any("lora_magnitude_vector" in name for name in weights)
+    assert student.manifest.metrics["adapter_reload_difference"] <= 1e-4
+
+
+@pytest.mark.slow
+def test_sequence_level_needs_no_labels(train: Any, home: Path) -> None:
+    before = set((home / "cache" / "teacher").glob("*/*"))
+    student = train(soft_labels={"loss": "sequence"}, seed=7)
+    assert "teacher_label_bytes" not in student.manifest.counts
+    assert set((home / "cache" / "teacher").glob("*/*")) == before
+
+
+@pytest.mark.slow
+def test_student_trained_in_bf16_is_compared_in_fp32(train: Any) -> None:
+    student = train(data="chosen", runtime={"dtype": "bf16"}, soft_labels={"loss": "reverse_kl"})
+    assert student.manifest.metrics["adapter_reload_difference"] <= 1e-4
+    assert student.manifest.metrics["merged_reload_difference"] <= 1e-3
+
+
+@pytest.mark.slow
+def test_labels_over_the_limit_are_refused_before_they_are_made(train: Any, home: Path) -> None:
+    before = set((home / "cache" / "teacher").glob("*"))
+    limits = {"top_k": 20, "max_cache_gib": 1e-6}
+    with pytest.raises(ConfigError, match=r"top_k, 20 a token.*max_cache_gib = 1e-06"):
+        train(data="chosen", soft_labels=limits)
+    assert set((home / "cache" / "teacher").glob("*")) == before
+
+
+@pytest.mark.slow
+def test_targets_that_match_nothing_are_refused(train: Any) -> None:
+    with pytest.raises(ConfigError, match=r"target_modules names 'query'.*q_proj"):
+        train(lora={"target_modules": ["q_proj", "query"]})
 
 
 @pytest.mark.slow

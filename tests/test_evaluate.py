@@ -35,7 +35,7 @@ MODELS = ("base", "policy", "student")
 def upstreams(preferences: str, base: str) -> dict[str, str]:
     reward_model = train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
     policy = train_offline_ppo(CHAIN.offline_ppo, preferences, reward_model, base, REUSE)
-    student = distill(CHAIN.distill, preferences, policy, base, REUSE)
+    student = distill(CHAIN.distill, preferences, policy, base, reward_model, REUSE)
     return {
         "preferences": preferences,
         "student": student,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from tasks.backends import cluster
+from tasks.backends.logits_hooks import FLAG, LogitsHook
 from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
 from tasks.backends.row_batches import (
     before_tokens,
@@ -160,30 +162,32 @@ class Session:
         outputs = self._infer(role, rows, ("last_states",), {"return_last_states": True})
         return torch.stack(outputs["last_states"])
 
-    def top_k(
-        self, role: str, rows: Sequence[Row], k: int, tau: float
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the k largest log-probabilities at temperature tau before each response token, and
-        their ids.
+    def read_tokens(
+        self,
+        role: str,
+        rows: Sequence[Row],
+        hook: LogitsHook,
+        columns: dict[str, list[torch.Tensor]] | None = None,
+    ) -> dict[str, list[torch.Tensor]]:
+        """Return what a hook reads from the logits before each response token.
+
+        Args:
+            role: a language model; the hook takes the place of its loss.
+            rows: N rows.
+            hook: says what is read.
+            columns: what it needs to know of each response token, N tensors of shape (T_i,) or
+                (T_i, K) each.
 
         Returns:
-            Two lists of tensors of shape (T_i, k): log-probabilities fp32, token ids int64.
+            By the hook's names, N tensors of shape (T_i, K), K = 1 for one number a token.
         """
-        from functools import partial
-
-        from tasks.backends.verl_losses import top_k_hook
-
-        self.set_loss(role, partial(top_k_hook, k=k, tau=tau))
-        names = [f"{kind}_{i}" for kind in ("logprob", "id") for i in range(k)]
-        outputs = self._infer(
-            role, rows, names, {"distillation_use_topk": True, "compute_loss": True}
-        )
-        logprobs, ids = [], []
-        for i, row in enumerate(rows):
-            columns = [before_tokens(outputs[name][i], row) for name in names]
-            logprobs.append(torch.stack(columns[:k], -1).float())
-            ids.append(torch.stack(columns[k:], -1).long())
-        return logprobs, ids
+        self.set_loss(role, hook)
+        flags = {FLAG: True, "compute_loss": True}
+        outputs = self._infer(role, rows, hook.names, flags, columns or {})
+        return {
+            name: [v.view(len(row.response_ids), -1) for v, row in zip(found, rows, strict=True)]
+            for name, found in outputs.items()
+        }
 
     def save(self, role: str, directory: Path) -> None:
         """Write a role's training state."""
@@ -217,17 +221,23 @@ class Session:
             )
 
     def _infer(
-        self, role: str, rows: Sequence[Row], names: Iterable[str], flags: dict[str, Any]
+        self,
+        role: str,
+        rows: Sequence[Row],
+        names: Iterable[str],
+        flags: dict[str, Any],
+        columns: Mapping[str, Sequence[torch.Tensor]] = MappingProxyType({}),
     ) -> dict[str, list[torch.Tensor]]:
         outputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         # The order of the rows is restored below.
         calls = plan_calls(rows, ROWS_PER_CALL)
         order = [i for call in calls for i in call]
         for call in calls:
-            part = [rows[i] for i in call]
-            n_real = len(part)
-            part += [part[-1]] * (-n_real % self.host.ranks)
-            data = to_tensordict(Batch(part), {"role": role, "compute_loss": False} | flags)
+            n_real = len(call)
+            filled = call + [call[-1]] * (-n_real % self.host.ranks)
+            given = {name: [values[i] for i in filled] for name, values in columns.items()}
+            batch = Batch([rows[i] for i in filled], given)
+            data = to_tensordict(batch, {"role": role, "compute_loss": False} | flags)
             with watched(self.group):
                 result = self.group.infer(data).get()
             for name, collected in outputs.items():

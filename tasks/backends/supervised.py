@@ -13,6 +13,7 @@ from tasks.backends.roles import Batch
 from tasks.backends.session import Session
 from tasks.config import CheckpointConfig
 from tasks.context import RunLog
+from tasks.data.run_history import RunHistory
 
 LOG_EVERY_STEPS = 5
 
@@ -38,6 +39,7 @@ class SupervisedRun:
         log: where to report.
         after_step: called with the step number after each step; may evaluate; True ends training.
         prefix: of the metrics' names, to tell several loops of one run apart.
+        history: keeps the metrics that are logged, for plots.
     """
 
     session: Session
@@ -49,6 +51,7 @@ class SupervisedRun:
     log: RunLog
     after_step: Callable[[int], bool] = lambda step: False
     prefix: str = ""
+    history: RunHistory | None = None
 
 
 def train_supervised(
@@ -70,6 +73,8 @@ def train_supervised(
             readable = per_unit(metrics) | {"tokens_per_second": rate}
             head = f"{run.prefix}/" if run.prefix else ""
             run.log.metrics({head + name: value for name, value in readable.items()}, step)
+            if run.history is not None:
+                run.history.append(step, readable)
             tokens, since = 0, time.monotonic()
         is_done = run.after_step(step)
         what = f"{run.prefix} " if run.prefix else ""

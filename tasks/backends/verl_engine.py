@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,13 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
 from tasks.algorithms.prefix_rows import MergeLimit, RowLayout, dense_mask, prefix_mask_mod
+from tasks.backends import language_head
+from tasks.backends.language_head import HeadReading, head_is_last
+from tasks.backends.logits_hooks import FLAG, LogitsHook, Tokens
 from tasks.backends.micro_batches import layout_of, make_micro_batches
 from tasks.backends.prompt_sharing import FLEX_ATTENTION, attention_tokens
+from tasks.config import LoraConfig as AdapterConfig
+from tasks.config import StudentLoraConfig
 
 VALUE_HEAD = "score"
 STATES = "last_states"
@@ -102,53 +108,156 @@ def _like_rows(values: Tensor, micro_batch: TensorDict) -> Tensor:
     return rows
 
 
+def _like_responses(values: Tensor, micro_batch: TensorDict) -> Tensor:
+    """Return what belongs to the M response tokens, (M,) or (M, K), as jagged rows; K values lie
+    behind each other."""
+    width = values.shape[1] if values.dim() == 2 else 1
+    offsets = micro_batch["responses"].offsets() * width
+    rows: Tensor = torch.nested.nested_tensor_from_jagged(values.flatten(), offsets)
+    return rows
+
+
+def _like_all_tokens(values: Tensor, before: Tensor, micro_batch: TensorDict) -> Tensor:
+    """Return (M,) values at the positions before the response tokens as jagged rows of all tokens,
+    0 elsewhere."""
+    n_tokens = int(micro_batch["input_ids"].offsets()[-1])
+    zeros = torch.zeros(n_tokens, dtype=values.dtype, device=values.device)
+    return _like_rows(zeros.index_put((before,), values), micro_batch)
+
+
 class LanguageEngine(_MergedRows, FSDPEngineWithLMHead):  # type: ignore[misc]
-    """Language model with a vocabulary head."""
+    """Language model with a vocabulary head.
 
-    head_slots: Tensor | None = None
+    Attributes:
+        lora: of the adapter that is trained, if one is.
+        hook: the loss of the running call, if it reads logits.
+        reading: what the running forward pass reads.
+    """
 
-    def share_prompts(self) -> None:
-        super().share_prompts()
-        self.module.get_output_embeddings().register_forward_pre_hook(self._only_before_response)
+    lora: AdapterConfig | None = None
+    hook: LogitsHook | None = None
+    reading: HeadReading | None = None
 
-    def _only_before_response(self, head: Any, args: Sequence[Any]) -> Any:
-        """Give the vocabulary head only the states from which a response token is predicted."""
-        slots, self.head_slots = self.head_slots, None
-        if slots is None:
+    def initialize(self) -> None:
+        super().initialize()
+        self.watch_head()
+
+    def watch_head(self) -> None:
+        """Give the head only what is read of it from now on."""
+        self.module.get_output_embeddings().register_forward_pre_hook(self._only_what_is_read)
+
+    def _build_lora_module(self, module: Any) -> Any:
+        """Adapt the model; verl passes neither dropout nor the kinds of adapters on."""
+        assert self.lora is not None, "a role with an adapter tells its engine"
+        module.enable_input_require_grads()
+        return get_peft_model(module, adapter_config(self.lora))
+
+    def _only_what_is_read(self, head: Any, args: Sequence[Any]) -> Any:
+        if self.reading is None or self.reading.is_done:
             return None
-        return (args[0].flatten(0, 1)[slots][None], *args[1:])
+        return (self.reading.pick(head, args[0]), *args[1:])
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any:
+        wanted = tu.get_non_tensor_data(micro_batch, FLAG, False)
+        self.hook = loss_function if wanted else None
+        try:
+            return super().forward_step(micro_batch, loss_function, forward_only)
+        finally:
+            self.hook = self.reading = None
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
         inputs, layout = super().prepare_model_inputs(micro_batch)
-        merged = isinstance(layout, RowLayout)
-        self.head_slots = layout.slots[layout.before_response] if merged else None
+        shape = inputs["input_ids"].shape
+        if isinstance(layout, RowLayout):
+            before = layout.before_response
+            slots = layout.slots[before]
+        else:
+            before = positions_before_response(micro_batch)
+            slots = _plain_slots(before, micro_batch, shape)
+        large = len(before) * self.module.config.vocab_size > language_head.LOGITS_AT_A_TIME
+        # Without a hook the loss takes gradients through log-probabilities, of all logits at once.
+        in_parts = (
+            large
+            and head_is_last(self.module.config)
+            and (self.hook is not None or not torch.is_grad_enabled())
+        )
+        wanted = isinstance(layout, RowLayout) or self.hook is not None or in_parts
+        self.reading = None
+        if wanted:
+            labels = micro_batch["input_ids"].values()[before + 1]
+            read = partial(self._read, micro_batch, labels)
+            self.reading = HeadReading(slots, before, read, in_parts)
         return inputs, layout
+
+    def _read(
+        self, micro_batch: TensorDict, labels: Tensor, logits: Tensor, span: slice
+    ) -> dict[str, Tensor]:
+        if self.hook is not None:
+            return self.hook.columns(logits, Tokens(micro_batch, labels[span], span))
+        temperature = float(tu.get_non_tensor_data(micro_batch, "temperature", 1.0))
+        if temperature != 1.0:
+            logits = logits / temperature
+        found = {"log_probs": verl_fsdp.logprobs_from_logits(logits=logits, labels=labels[span])}
+        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
+            found["entropy"] = verl_functional.entropy_from_logits(logits)
+        return found
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> dict[str, Tensor]:
-        """Return log-probabilities and what else is asked for as jagged rows, 0 in the prompts."""
-        if not isinstance(output_args, RowLayout):
+        """Return jagged rows: a hook's columns of the response tokens, or log-probabilities and
+        what else is asked for of all tokens, 0 in the prompts."""
+        reading = self.reading
+        if reading is None:
             plain: dict[str, Tensor] = super().prepare_model_outputs(
                 output, output_args, micro_batch, logits_processor_func
             )
             return plain
-        found: dict[str, Tensor] = {}
-        logits = output.logits[0]
-        temperature = float(tu.get_non_tensor_data(micro_batch, "temperature", 1.0))
-        if temperature != 1.0:
-            logits = logits / temperature
-        if tu.get_non_tensor_data(micro_batch, "distillation_use_topk", False):
-            columns = logits_processor_func(student_logits=logits[None], data=micro_batch)
-            found |= {name: column[0] for name, column in columns.items()}
-        labels = micro_batch["input_ids"].values()[output_args.before_response + 1]
-        found["log_probs"] = verl_fsdp.logprobs_from_logits(logits=logits, labels=labels)
-        if tu.get_non_tensor_data(micro_batch, "calculate_entropy", False):
-            found["entropy"] = verl_functional.entropy_from_logits(logits)
+        columns = reading.columns(output.logits)
+        if self.hook is not None:
+            return {n: _like_responses(values, micro_batch) for n, values in columns.items()}
         return {
-            name: _like_rows(output_args.fill(values), micro_batch)
-            for name, values in found.items()
+            name: _like_all_tokens(values, reading.before_response, micro_batch)
+            for name, values in columns.items()
         }
+
+
+def adapter_config(cfg: AdapterConfig) -> LoraConfig:
+    """Return peft's configuration of a language model's adapter."""
+    lora = StudentLoraConfig.model_validate(cfg.model_dump())
+    targets = lora.target_modules
+    return LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=lora.dropout,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        bias="none",
+    )
+
+
+def positions_before_response(micro_batch: TensorDict) -> Tensor:
+    """Return the flat positions whose logits predict the response tokens, shape (M,)."""
+    offsets = micro_batch["input_ids"].offsets()
+    prompt_tokens = micro_batch["prompts"].offsets().diff()
+    response_tokens = micro_batch["responses"].offsets().diff()
+    starts = offsets[:-1] + prompt_tokens - 1
+    ends = response_tokens.cumsum(0)
+    steps = torch.arange(int(ends[-1]), device=offsets.device)
+    shift = starts - (ends - response_tokens)
+    return steps + torch.repeat_interleave(shift, response_tokens)
+
+
+def _plain_slots(before: Tensor, micro_batch: TensorDict, shape: Sequence[int]) -> Tensor:
+    """Return where these tokens lie in rows that are packed, (1, N), or padded, (B, L)."""
+    offsets = micro_batch["input_ids"].offsets()
+    if shape[0] == 1:
+        return before
+    row = torch.searchsorted(offsets[1:], before, right=True)
+    slots: Tensor = before - offsets[:-1][row] + row * shape[1]
+    return slots
 
 
 class ValueEngine(_MergedRows, FSDPEngineWithValueHead):  # type: ignore[misc]

@@ -191,6 +191,7 @@ class RoleHost(Worker):  # type: ignore[misc]
         model = AutoConfig.from_pretrained(spec.model_dir)
         attention = attention_implementation(model, runtime, get_device_name())
         worker = TrainingWorker(_worker_config(spec, runtime, attention))
+        worker.engine.lora = spec.lora
         worker.engine.initialize()
         if shares_prompts(model, runtime):
             worker.engine.share_prompts()

@@ -8,12 +8,13 @@ from typing import Any, Final
 from matplotlib.figure import Figure
 
 from tasks.algorithms.seed_statistics import SeedMean
-from tasks.config_ablation import BASE, label_of
+from tasks.config_ablation import BASE, TEACHER, label_of
 from tasks.data.ablation_report import (
     ENTROPY,
     GOOD_RATE,
     KL,
     LENGTH,
+    SHARE,
     WIN_RATE,
     AblationReport,
     AblationRun,
@@ -53,14 +54,26 @@ def result_rows(report: AblationReport) -> list[dict[str, str]]:
                 "method": method.name,
                 headline: shown(method.figures.get(report.headline)),
                 f"less {first}": shown(method.difference, "+.3f"),
+                **_share(report, method.figures),
                 **_beside(method.figures),
                 "seeds": f"{_seeds(method)} of {len(report.config.seeds)}",
                 "chosen setting": _chosen(method),
             }
         )
-    base = {"method": BASE, headline: shown(report.base.get(report.headline)), f"less {first}": ""}
     seeds = {"seeds": str(len(report.config.seeds)), "chosen setting": ""}
-    return [*rows, base | _beside(report.base) | seeds]
+    references = {BASE: report.base} | ({TEACHER: report.teacher} if report.teacher else {})
+    return rows + [
+        {"method": name, headline: shown(figures.get(report.headline)), f"less {first}": ""}
+        | _share(report, {})
+        | _beside(figures)
+        | seeds
+        for name, figures in references.items()
+    ]
+
+
+def _share(report: AblationReport, figures: dict[str, SeedMean]) -> dict[str, str]:
+    """Return the column that only students have."""
+    return {"of the teacher's": shown(figures.get(SHARE))} if report.teacher else {}
 
 
 def _beside(figures: dict[str, SeedMean]) -> dict[str, str]:
@@ -153,6 +166,7 @@ def draw_plot(report: AblationReport, path: Path) -> None:
         axes.scatter(xs, ys, s=12, alpha=0.35, **style)
     base_style = {"color": "black", "marker": "x"}
     _draw_figures(axes, report.base, report.headline, BASE, base_style)
+    _draw_figures(axes, report.teacher, report.headline, TEACHER, base_style | {"marker": "*"})
     axes.set_xlabel("KL from the base, nats per token")
     axes.set_ylabel(report.judge)
     axes.set_title("Large: test prompts. Small: settings on validation prompts.", fontsize=10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -18,6 +18,7 @@ WIN_RATE = "win_rate"
 KL = "kl_per_token"
 ENTROPY = "entropy"
 LENGTH = "length_tokens"
+SHARE = "share_of_teacher"
 
 Split = Literal["validation", "test"]
 
@@ -110,6 +111,7 @@ class AblationReport(_Record):
         headline: `GOOD_RATE` where the data are the demo world's, else `WIN_RATE`.
         base: figures of the model that every method starts from, over the same seeds and prompts.
         base_runs: where they come from; nothing was trained there.
+        teacher, teacher_runs: likewise of the policy that taught, where students are compared.
     """
 
     name: str
@@ -118,6 +120,8 @@ class AblationReport(_Record):
     base: dict[str, SeedMean]
     base_runs: list[AblationRun]
     methods: list[MethodResult]
+    teacher: dict[str, SeedMean] = {}
+    teacher_runs: list[AblationRun] = []
 
     @property
     def judge(self) -> str:
@@ -178,6 +182,7 @@ def report_of(
     tuning: Sequence[AblationRun],
     final: Sequence[AblationRun],
     base: Sequence[AblationRun],
+    teacher: Sequence[AblationRun] = (),
 ) -> AblationReport:
     """Return the comparison.
 
@@ -185,6 +190,7 @@ def report_of(
         tuning: all settings on the tuning seeds.
         final: the chosen settings on the seeds.
         base: the model that all start from, one run per seed.
+        teacher: the students' teacher, one run per seed.
     """
     headline = headline_of(tuning)
     chosen = choose_settings(cfg, tuning, headline)
@@ -212,7 +218,15 @@ def report_of(
         base=_over_seeds(base),
         base_runs=list(base),
         methods=methods,
+        teacher=_over_seeds(teacher),
+        teacher_runs=list(teacher),
     )
+
+
+def share_of(figures: Mapping[str, float], teacher: Mapping[str, float]) -> dict[str, float]:
+    """Return what share of its teacher's headline a student reaches; nothing where that is 0."""
+    name = GOOD_RATE if GOOD_RATE in figures else WIN_RATE
+    return {SHARE: figures[name] / teacher[name]} if teacher[name] else {}
 
 
 def _by_seed(runs: Sequence[AblationRun], method: str, figure: str) -> dict[int, float]:

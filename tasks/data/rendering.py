@@ -135,6 +135,11 @@ class Renderer:
         return cls(load_tokenizer(model_dir), limits, str(model_dir))
 
     @property
+    def vocab_size(self) -> int:
+        """How many ids the tokenizer has; a model's vocabulary may be padded behind them."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    @property
     def limits(self) -> RenderingConfig:
         """The length limits."""
         return self._limits

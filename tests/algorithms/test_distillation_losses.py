@@ -8,8 +8,17 @@ import pytest
 import torch
 
 from tasks.algorithms import distillation_losses as dl
+from tasks.algorithms import soft_labels as sl
 from tasks.algorithms.logprobs import logprobs_from_logits
 from tasks.errors import ConfigError, DataError, TrainingError
+
+
+def _mean(
+    kl: torch.Tensor, nll: torch.Tensor, mask: torch.Tensor, *, alpha: float, tau: float, total: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mixed = dl.soft_hard_tokens(kl, nll, alpha=alpha, tau=tau)
+    return dl.soft_hard_mean(mixed, kl, nll, mask, tau=tau, total_tokens=total)
+
 
 TEACHER = torch.tensor([0.9, 0.1]).log()
 STUDENT = torch.tensor([0.5, 0.5]).log()
@@ -21,12 +30,12 @@ def test_soft_loss_carries_tau_squared() -> None:
     kl = dl.full_kl(teacher, student, tau=2.0)
     nll = -logprobs_from_logits(student, torch.tensor([0]))
     mask = torch.tensor([True])
-    loss, metrics = dl.soft_hard_loss(kl, nll, mask, alpha=0.5, tau=2.0, total_tokens=1)
+    loss, metrics = _mean(kl, nll, mask, alpha=0.5, tau=2.0, total=1)
     assert kl.item() == pytest.approx(0.17064, abs=1e-5)
     assert metrics["soft_sum"].item() == pytest.approx(0.682559, abs=1e-5)  # 4 * 0.17064
     assert metrics["hard_sum"].item() == pytest.approx(0.861995, abs=1e-5)
     assert loss.item() == pytest.approx(0.772277, abs=1e-5)  # half of each
-    soft, _ = dl.soft_hard_loss(kl, nll, mask, alpha=1.0, tau=2.0, total_tokens=1)
+    soft, _ = _mean(kl, nll, mask, alpha=1.0, tau=2.0, total=1)
     (grad,) = torch.autograd.grad(soft, student)
     # tau * (softmax(student / 2) - softmax(teacher / 2))
     expected = torch.tensor([[-0.563178, 0.277847, 0.285332]])
@@ -53,7 +62,7 @@ def test_jsd_as_the_paper_defines_it(beta: float, expected: float) -> None:
 def test_padding_counts_in_no_mean() -> None:
     kl = torch.tensor([0.2, 0.4, math.nan])
     mask = torch.tensor([True, True, False])
-    loss, metrics = dl.soft_hard_loss(kl, kl, mask, alpha=1.0, tau=1.0, total_tokens=2)
+    loss, metrics = _mean(kl, kl, mask, alpha=1.0, tau=1.0, total=2)
     assert loss.item() == pytest.approx(0.3)  # (0.2 + 0.4) / 2
     assert metrics["n_tokens"].item() == 2.0
 
@@ -61,9 +70,7 @@ def test_padding_counts_in_no_mean() -> None:
 def test_tokens_are_averaged_over_the_whole_step() -> None:
     parts = [torch.tensor([1.0]), torch.tensor([0.2, 0.2, 0.2])]
     loss = sum(
-        dl.soft_hard_loss(
-            part, part, torch.ones_like(part).bool(), alpha=0.5, tau=1.0, total_tokens=4
-        )[0]
+        _mean(part, part, torch.ones_like(part).bool(), alpha=0.5, tau=1.0, total=4)[0]
         for part in parts
     )
     assert float(loss) == pytest.approx(0.4)  # 1.6 / 4, not (1.0 + 0.2) / 2
@@ -73,8 +80,8 @@ def test_tokens_are_averaged_over_the_whole_step() -> None:
 def test_topk_of_the_whole_vocabulary_is_the_full_kl(direction: dl.Direction) -> None:
     torch.manual_seed(0)
     teacher, student = torch.randn(2, 3, 7), torch.randn(2, 3, 7)
-    top = dl.topk_with_tail(teacher, k=7, tau=2.0)
-    got = dl.topk_tail_kl(top.logprobs, top.ids, student, tau=2.0, direction=direction)
+    top = sl.topk_with_tail(teacher, k=7, tau=2.0)
+    got = sl.topk_tail_kl(top.logprobs, top.ids, student, tau=2.0, direction=direction)
     expected = dl.full_kl(teacher, student, tau=2.0, direction=direction)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
 
@@ -83,7 +90,7 @@ def test_topk_of_the_whole_vocabulary_is_the_full_kl(direction: dl.Direction) ->
 def test_tail_bucket_against_fp64(direction: dl.Direction) -> None:
     torch.manual_seed(1)
     teacher, student = torch.randn(5, 11), torch.randn(5, 11)
-    top = dl.topk_with_tail(teacher, k=4, tau=1.5)
+    top = sl.topk_with_tail(teacher, k=4, tau=1.5)
     p = torch.softmax(teacher.double() / 1.5, -1)
     plain = student.double().requires_grad_()
     q = torch.softmax(plain / 1.5, -1)
@@ -96,7 +103,7 @@ def test_tail_bucket_against_fp64(direction: dl.Direction) -> None:
     expected = (pb * (pb / qb).log()).sum(1)
     expected.sum().backward()
     tested = student.clone().requires_grad_()
-    got = dl.topk_tail_kl(top.logprobs, top.ids, tested, tau=1.5, direction=direction)
+    got = sl.topk_tail_kl(top.logprobs, top.ids, tested, tau=1.5, direction=direction)
     got.sum().backward()
     torch.testing.assert_close(got, expected.float(), atol=1e-6, rtol=1e-5)
     assert tested.grad is not None and plain.grad is not None
@@ -110,8 +117,8 @@ def test_a_vanishing_tail_stays_finite(direction: dl.Direction, scale: float) ->
     teacher = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]) * scale
     student = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]) * scale
     student.requires_grad_()
-    top = dl.topk_with_tail(teacher, k=2, tau=1.0)
-    kl = dl.topk_tail_kl(top.logprobs, top.ids, student, tau=1.0, direction=direction)
+    top = sl.topk_with_tail(teacher, k=2, tau=1.0)
+    kl = sl.topk_tail_kl(top.logprobs, top.ids, student, tau=1.0, direction=direction)
     kl.sum().backward()
     assert torch.isfinite(kl).all()
     assert kl[0].item() == pytest.approx(0.0, abs=1e-5)
@@ -123,23 +130,23 @@ def test_a_vanishing_tail_stays_finite(direction: dl.Direction, scale: float) ->
 def test_tail_logprob_is_exact_over_many_magnitudes() -> None:
     for tail in (0.9, 0.5, 0.1, 1e-3, 1e-5):
         # two tokens of (1 - tail) / 2 each
-        value = dl.tail_logprob(torch.tensor([(1 - tail) / 2] * 2, dtype=torch.float64).log())
+        value = sl.tail_logprob(torch.tensor([(1 - tail) / 2] * 2, dtype=torch.float64).log())
         assert value.item() == pytest.approx(math.log(tail), abs=0.02 if tail < 1e-4 else 2e-4)
-    assert math.isfinite(dl.tail_logprob(torch.tensor([0.0])).item())
-    assert math.isfinite(dl.tail_logprob(torch.tensor([0.01])).item())
+    assert math.isfinite(sl.tail_logprob(torch.tensor([0.0])).item())
+    assert math.isfinite(sl.tail_logprob(torch.tensor([0.01])).item())
 
 
 def test_masked_positions_may_hold_anything() -> None:
     torch.manual_seed(2)
     mask = torch.tensor([[True, False, True]])
     teacher, student = torch.randn(1, 3, 5), torch.randn(1, 3, 5)
-    top = dl.topk_with_tail(teacher, k=2, tau=1.0)
+    top = sl.topk_with_tail(teacher, k=2, tau=1.0)
     ids, logprobs = top.ids.clone(), top.logprobs.clone()
     teacher[0, 1], student[0, 1] = math.nan, math.inf
     ids[0, 1], logprobs[0, 1] = -1, math.nan
     student.requires_grad_()
     values = [
-        dl.topk_tail_kl(logprobs, ids, student, tau=1.0, mask=mask),
+        sl.topk_tail_kl(logprobs, ids, student, tau=1.0, mask=mask),
         dl.full_kl(teacher, student, tau=1.0, mask=mask),
         dl.jsd(teacher, student, beta=0.3, mask=mask),
     ]
@@ -181,15 +188,15 @@ def test_forbidden_tokens_are_no_nan() -> None:
 def test_wrong_inputs_are_refused() -> None:
     logits = torch.zeros(1, 4)
     with pytest.raises(DataError, match="k is 5"):
-        dl.topk_with_tail(logits, k=5, tau=1.0)
+        sl.topk_with_tail(logits, k=5, tau=1.0)
     with pytest.raises(ConfigError, match="temperature"):
-        dl.topk_with_tail(logits, k=2, tau=0.0)
+        sl.topk_with_tail(logits, k=2, tau=0.0)
     with pytest.raises(ConfigError, match="beta"):
         dl.jsd(logits, logits, beta=1.5)
     with pytest.raises(DataError, match="shape"):
         dl.full_kl(logits, torch.zeros(1, 5), tau=1.0)
     with pytest.raises(DataError, match="same tokenizer"):
-        dl.topk_tail_kl(torch.zeros(1, 1), torch.tensor([[9]]), logits, tau=1.0)
+        sl.topk_tail_kl(torch.zeros(1, 1), torch.tensor([[9]]), logits, tau=1.0)
     with pytest.raises(TrainingError, match="full_kl"):
         dl.full_kl(logits * math.nan, logits, tau=1.0)
     with pytest.raises(ConfigError, match="direction"):

@@ -21,10 +21,12 @@ from torch import Tensor
 from tasks.algorithms.policy_losses import ClipRange
 from tasks.algorithms.reward_losses import PairRegularization
 from tasks.backends.cluster import worker_environment
+from tasks.backends.logits_hooks import FLAG, StudentLoss
 from tasks.backends.roles import Batch, RoleSpec, Row
 from tasks.config import LoraConfig, OptimizerConfig, RuntimeConfig
 from tasks.demo.oracle import parse_transcript
 from tasks.demo.world import generate_pairs
+from tasks.models.loading import load_tokenizer
 from tasks.models.tiny import TinySpec, build_tiny_model
 
 # verl reads this when it is imported, which some of these tests do before workers are opened.
@@ -261,7 +263,7 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
     noise = _columns(rows)
     critic = Batch(rows, {"old_values": noise, "returns": [math.pi * x.flip(0) for x in noise]})
     topr, dpo = (_ratio_batch(rows, tiny_dir, group_size) for group_size in (1, 2))
-    teacher = Batch(rows, _teacher(rows, 2.0), scalars={"distillation_use_topk": True})
+    teacher = Batch(rows, _teacher(rows, 2.0), scalars={FLAG: True})
     return {
         "cloning": Scenario(
             language, Batch(rows), losses.cloning_loss, partial(_plain_cloning, rows)
@@ -299,7 +301,7 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
         "distillation": Scenario(
             spec("language_model", LoraConfig(rank=4, alpha=8)),
             teacher,
-            partial(losses.distillation_loss, 0.5, 2.0),
+            StudentLoss("top_k", 0.5, 2.0, len(load_tokenizer(tiny_dir))),
             partial(_plain_distillation, teacher, 0.5, 2.0),
         ),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +16,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
 )
+from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 from tasks.algorithms.prefix_rows import RowShape, dense_mask, lay_out
+from tasks.backends.logits_hooks import StudentLoss, TopKReader
 from tasks.backends.prompt_sharing import (
     FLEX_ATTENTION,
     MERGEABLE_MODEL_TYPES,
@@ -25,7 +27,6 @@ from tasks.backends.prompt_sharing import (
 from tasks.backends.roles import Batch, Row
 from tasks.backends.row_batches import to_tensordict
 from tasks.backends.verl_engine import LanguageEngine, ValueEngine, attention_mask
-from tasks.backends.verl_losses import distillation_loss, top_k_hook
 
 VOCABULARY = 40
 # The head of a model type with scores per token; the other types exist as language models alone.
@@ -69,14 +70,15 @@ def _config(model_type: str) -> Any:
     return AutoConfig.for_model(model_type, **size)
 
 
-def _model(model_type: str, scored: bool = False, lora: bool = False) -> Any:
+def _model(model_type: str, scored: bool = False, lora: Any = False) -> Any:
     torch.manual_seed(0)
     build = AutoModelForTokenClassification if scored else AutoModelForCausalLM
     model = build.from_config(_config(model_type)).float()
     if lora:
         import peft
 
-        adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+        targets = "all-linear" if lora is True else lora
+        adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
         model = peft.get_peft_model(model, adapter)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -93,6 +95,8 @@ def _engine(model: Any) -> Any:
     kind = ValueEngine if hasattr(model, "score") else LanguageEngine
     engine = kind.__new__(kind)
     engine.module = model
+    if kind is LanguageEngine:
+        engine.watch_head()
     engine.share_prompts()
     return engine
 
@@ -103,6 +107,7 @@ def _merged_outputs(
     """Return each output of each row as the engine computes it, rows of a prompt merged."""
     data = _data(batch, budget, **flags)
     micro_batches, indices = engine._micro_batches(data)
+    engine.hook = hook
     found: dict[str, dict[int, Tensor]] = {}
     for micro_batch, index in zip(micro_batches, indices, strict=True):
         inputs, layout = engine.prepare_model_inputs(micro_batch)
@@ -204,18 +209,16 @@ def test_temperature(temperature: float) -> None:
 
 def test_top_k_equals_plain_rows() -> None:
     model = _model("qwen2")
-    hook = partial(top_k_hook, k=3, tau=2.0)
-    found = _merged_outputs(_engine(model), Batch(MIXED), 60, hook, distillation_use_topk=True)
+    found = _merged_outputs(_engine(model), Batch(MIXED), 60, TopKReader(3, 2.0, VOCABULARY))
     for i, row in enumerate(MIXED):
         top = (_before_response(_plain_logits(model, row), row) / 2.0).log_softmax(-1).topk(3, -1)
-        for k in range(3):
-            logprobs = _before_response(found[f"logprob_{k}"][i], row)
-            torch.testing.assert_close(logprobs, top.values[:, k], atol=1e-5, rtol=0)
-            assert _before_response(found[f"id_{k}"][i], row).tolist() == top.indices[:, k].tolist()
+        logprobs = found["teacher_logprobs"][i].view(len(row.response_ids), 4)
+        torch.testing.assert_close(logprobs[:, :3], top.values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs.exp().sum(-1), torch.ones(len(logprobs)))
+        assert torch.equal(found["teacher_ids"][i].view(-1, 3), top.indices)
 
 
-def test_soft_labels_equal_plain_rows() -> None:
-    model, tau = _model("llama", lora=True), 2.0
+def _teacher_columns() -> dict[str, list[Tensor]]:
     generator = torch.Generator().manual_seed(4)
     teacher = [
         (torch.randn(len(row.response_ids), VOCABULARY, generator=generator))
@@ -223,25 +226,126 @@ def test_soft_labels_equal_plain_rows() -> None:
         .topk(4, -1)
         for row in MIXED
     ]
-    columns = {
+    return {
         "teacher_logprobs": [top.values for top in teacher],
         "teacher_ids": [top.indices for top in teacher],
+        "weights": [torch.full((len(row.response_ids),), 0.5 + i) for i, row in enumerate(MIXED)],
     }
+
+
+def _plain_student_losses(model: Any, columns: dict[str, list[Tensor]]) -> list[Tensor]:
+    """Return w (alpha tau^2 KL + (1 - alpha) NLL) of each token with alpha 0.3 and tau 2."""
     expected = []
-    for row, top in zip(MIXED, teacher, strict=True):
-        student = (_before_response(_plain_logits(model, row), row) / tau).softmax(-1)
-        q = student.gather(-1, top.indices)
-        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (top.values.exp(), q))
-        expected.append((p * (p.log() - q.log())).sum(-1))
-    expected_gradient = _gradient(model, {"token_kl": expected})
-    hook = partial(distillation_loss, 0.5, tau)
+    for i, row in enumerate(MIXED):
+        logits = _before_response(_plain_logits(model, row), row)
+        ids = columns["teacher_ids"][i]
+        q = (logits / 2.0).softmax(-1).gather(-1, ids)
+        p = columns["teacher_logprobs"][i].exp()
+        p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
+        kl = (p * (p.log() - q.log())).sum(-1)
+        nll = -logits.log_softmax(-1)[range(len(row.response_ids)), row.response_ids]
+        expected.append(columns["weights"][i] * (0.3 * 4.0 * kl + 0.7 * nll))
+    return expected
+
+
+# A head that learns is computed again in the backward pass; a frozen one is not.
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]])
+@pytest.mark.parametrize("logits_at_a_time", [2**24, 3 * VOCABULARY])
+@pytest.mark.parametrize("shared", [True, False])
+def test_soft_labels_equal_plain_rows(
+    targets: Any, logits_at_a_time: int, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.backends.language_head.LOGITS_AT_A_TIME", logits_at_a_time)
+    model = _model("llama", lora=targets)
+    columns = _teacher_columns()
+    expected = _plain_student_losses(model, columns)
+    expected_gradient = _gradient(model, {"token_loss": expected})
+    engine, flags = _engine(model), {"pad_mode": DatasetPadMode.NO_PADDING}
+    if not shared:
+        engine.attention_tokens = None
+        engine.pad_to_length = False
+    hook = StudentLoss("top_k", 0.3, 2.0, VOCABULARY)
     outputs = _merged_outputs(
-        _engine(model), Batch(MIXED, columns), 60, hook, distillation_use_topk=True
+        engine, Batch(MIXED, columns), 60, hook, use_remove_padding=False, **flags
     )
-    pairs = zip(outputs["token_kl"], MIXED, strict=True)
-    found = [_before_response(values, row) for values, row in pairs]
-    _assert_equal(torch.cat(found), torch.cat(expected))
-    _assert_equal(_gradient(model, {"token_kl": found}), expected_gradient)
+    _assert_equal(torch.cat(outputs["token_loss"]), torch.cat(expected))
+    _assert_equal(_gradient(model, {"token_loss": outputs["token_loss"]}), expected_gradient)
+
+
+def test_logits_of_a_batch_are_never_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for the logits of three tokens, the head never sees more than three states."""
+    monkeypatch.setattr("tasks.backends.language_head.LOGITS_AT_A_TIME", 3 * VOCABULARY)
+    model = _model("llama", lora=True)
+    seen: list[int] = []
+    head = model.get_output_embeddings()
+    plain_forward = head.forward
+
+    def forward(states: Tensor) -> Tensor:
+        seen.append(states.numel() // states.shape[-1])
+        return plain_forward(states)
+
+    monkeypatch.setattr(head, "forward", forward)
+    hook = StudentLoss("top_k", 0.5, 2.0, VOCABULARY)
+    _merged_outputs(_engine(model), Batch(MIXED, _teacher_columns()), 500, hook)
+    with torch.no_grad():
+        _merged_outputs(_engine(model), Batch(MIXED), 500)
+    n_tokens = sum(len(row.response_ids) for row in MIXED)
+    assert max(seen) == 3 and sum(seen) == 2 * n_tokens
+
+
+def test_kd_08_only_response_tokens_are_in_the_loss(shared_cases: Any) -> None:
+    """As the workers see it: a student's loss over rows of prompt and response, padded in the
+    micro-batch, counts the response's tokens and no others."""
+    case = next(one for one in shared_cases("distill") if one["id"] == "KD-08")
+    ids, n_prompt = case["input"]["ids"], case["input"]["prompt_len"]
+    response = [token for token in ids[n_prompt:] if token != case["input"]["pad_id"]]
+    rows = [Row(tuple(ids[:n_prompt]), tuple(response)), _row(0, 5, 3)]
+    engine = _engine(_model("llama"))
+    engine.hook = hook = StudentLoss("none", 0.0, 1.0, VOCABULARY)
+    (micro_batch,), _ = engine._micro_batches(_data(Batch(rows), 500, batch_num_tokens=5))
+    inputs, layout = engine.prepare_model_inputs(micro_batch)
+    assert bool((layout.segments == -1).any())
+    output = engine.module(**inputs, use_cache=False)
+    outputs = engine.prepare_model_outputs(output, layout, micro_batch, hook)
+    _, metrics = hook(outputs, micro_batch)
+    assert metrics["n_tokens"] == case["expected"]["loss_tokens"] + 3
+
+
+def test_lora_04_the_head_is_saved_and_not_adapted(shared_cases: Any) -> None:
+    case = next(one for one in shared_cases("lora") if one["id"] == "LORA-04")
+    engine = ValueEngine.__new__(ValueEngine)
+    engine.model_config = SimpleNamespace(
+        lora_rank=4, lora_alpha=8, target_modules=case["input"]["target_modules"]
+    )
+    adapted = engine._build_lora_module(_model("llama", scored=True))
+    config = adapted.peft_config["default"]
+    assert sorted(config.target_modules) == case["expected"]["target_modules"]
+    # peft adds its own names of heads, of which this model has no other.
+    heads = {name for name, _ in _model("llama", scored=True).named_children()} - {"model"}
+    assert heads & set(config.modules_to_save) == set(case["expected"]["modules_to_save"])
+    learns = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    assert "score" not in config.target_modules
+    assert any("score.modules_to_save" in name for name in learns)
+    assert not any("score" in name and "lora_" in name for name in learns)
+
+
+def test_readings_in_parts_equal_those_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model("qwen3")
+    with torch.no_grad():
+        expected = _merged_language(model, MIXED)
+        monkeypatch.setattr("tasks.backends.language_head.LOGITS_AT_A_TIME", 3 * VOCABULARY)
+        found = _merged_language(model, MIXED)
+    _assert_same_outputs(found, expected)
+
+
+def test_what_follows_the_head_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Granite divides its logits behind the head, which parts of the head would not see.
+    monkeypatch.setattr("tasks.backends.language_head.LOGITS_AT_A_TIME", 3 * VOCABULARY)
+    model = _model("granite")
+    model.config.logits_scaling = 4.0
+    model.logits_scaling = 4.0
+    with torch.no_grad():
+        _assert_same_outputs(_merged_language(model, MIXED), _plain_outputs(model, MIXED))
 
 
 def test_order_of_the_rows_changes_nothing() -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tasks.algorithms.policy_losses import ClipRange
+from tasks.backends.logits_hooks import TopKReader
 from tasks.backends.roles import Batch, RoleSpec, Row
 
 pytestmark = pytest.mark.slow
@@ -89,13 +90,13 @@ def test_first_step_equals_plain_rows(name: str, first_metrics: FirstMetrics) ->
 def _readings(session: Any, tiny_dir: Path, rows: Sequence[Row]) -> list[Tensor]:
     session.load(RoleSpec("language", "language_model", str(tiny_dir)))
     session.load(RoleSpec("value", "value_model", str(tiny_dir), seed=3))
-    logprobs, ids = session.top_k("language", rows, 3, 2.0)
+    labels = session.read_tokens("language", rows, TopKReader(3, 2.0, 262))
     return [
         torch.cat(session.logprobs("language", rows, temperature=0.7)),
         torch.cat(session.values("value", rows)),
         session.scores("value", rows),
-        torch.cat(logprobs),
-        torch.cat(ids),
+        torch.cat(labels["teacher_logprobs"]),
+        torch.cat(labels["teacher_ids"]),
     ]
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tasks.backends.checkpoints import CheckpointStore
+from tasks.backends.logits_hooks import RowReader, TopKReader
 from tasks.backends.placement import reserve
 from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
 from tasks.config import OptimizerConfig
@@ -122,11 +123,22 @@ def test_more_rows_than_one_call_takes(
 def test_top_k_equals_plain_transformers(
     actor: Any, rows: list[Row], plain_logits: list[Tensor]
 ) -> None:
-    logprobs, ids = actor.top_k(ROLE, rows, 5, 2.0)
+    vocabulary = plain_logits[0].shape[-1]
+    found = actor.read_tokens(ROLE, rows, TopKReader(5, 2.0, vocabulary))
     expected = [(logits / 2.0).log_softmax(-1).topk(5, -1) for logits in plain_logits]
-    _assert_close(logprobs, [top.values for top in expected])
-    for found, top in zip(ids, expected, strict=True):
-        assert torch.equal(found, top.indices)
+    for logprobs, ids, top in zip(
+        found["teacher_logprobs"], found["teacher_ids"], expected, strict=True
+    ):
+        assert torch.equal(ids, top.indices)
+        tail = torch.log1p(-top.values.exp().sum(-1, keepdim=True))
+        _assert_close([logprobs], [torch.cat([top.values, tail], -1)])
+
+
+def test_a_padded_vocabulary_is_cut(
+    actor: Any, rows: list[Row], plain_logits: list[Tensor]
+) -> None:
+    found = actor.read_tokens(ROLE, rows, RowReader(2.0, 100))["teacher_logprobs"]
+    _assert_close(found, [(logits[:, :100] / 2.0).log_softmax(-1) for logits in plain_logits])
 
 
 def test_scores_and_values_equal_plain_transformers(

@@ -1,0 +1,93 @@
+"""The known cases of distillation losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tasks.algorithms import distillation_losses as dl
+from tasks.algorithms.logprobs import logprobs_from_logits
+from tasks.algorithms.masking import response_labels
+
+SharedCases = Callable[[str], list[dict[str, Any]]]
+
+
+@pytest.fixture
+def case(shared_cases: SharedCases) -> Callable[[str], tuple[dict[str, Any], dict[str, Any]]]:
+    """A function that returns input and expectation of a case."""
+
+    def find(case_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = next(one for one in shared_cases("distill") if one["id"] == case_id)
+        return found["input"], found["expected"]
+
+    return find
+
+
+def test_kd_01_soft_loss_keeps_tau_squared(case: Any) -> None:
+    given, expected = case("KD-01")
+    student = torch.tensor([given["student_logits"]], requires_grad=True)
+    tau, alpha = given["tau"], given["alpha"]
+    kl = dl.full_kl(torch.tensor([given["teacher_logits"]]), student, tau=tau)
+    nll = -logprobs_from_logits(student, torch.tensor([given["hard_label"]]))
+    mixed = dl.soft_hard_tokens(kl, nll, alpha=alpha, tau=tau)
+    loss, metrics = dl.soft_hard_mean(mixed, kl, nll, torch.tensor([True]), tau=tau, total_tokens=1)
+    assert kl.item() == pytest.approx(expected["kl_unscaled"], abs=1e-5)
+    assert metrics["soft_sum"].item() == pytest.approx(expected["kl_scaled"], abs=1e-5)
+    assert metrics["hard_sum"].item() == pytest.approx(expected["ce"], abs=1e-5)
+    assert loss.item() == pytest.approx(expected["total"], abs=1e-5)
+    soft = dl.soft_hard_tokens(kl, nll, alpha=1.0, tau=tau)
+    (gradient,) = torch.autograd.grad(soft.sum(), student)
+    torch.testing.assert_close(
+        gradient[0], torch.tensor(expected["grad_scaled"]), atol=1e-5, rtol=0
+    )
+
+
+def test_kd_03_directions(case: Any) -> None:
+    given, expected = case("KD-03")
+    teacher, student = (torch.tensor(given[side]).log() for side in ("teacher", "student"))
+    forward = dl.full_kl(teacher, student, tau=1.0, direction="forward")
+    reverse = dl.full_kl(teacher, student, tau=1.0, direction="reverse")
+    assert forward.item() == pytest.approx(expected["forward_kl_teacher_student"], abs=1e-6)
+    assert reverse.item() == pytest.approx(expected["reverse_kl_student_teacher"], abs=1e-6)
+
+
+def test_kd_04_generalised_jsd(case: Any) -> None:
+    given, expected = case("KD-04")
+    teacher, student = (torch.tensor(given[side]).log() for side in ("teacher", "student"))
+    for beta in given["beta"]:
+        found = dl.jsd(teacher, student, beta=float(beta)).item()
+        wanted = expected["paper_definition"][str(beta)]
+        assert found == pytest.approx(wanted, abs=1e-6), beta
+        assert found > 0.0
+
+
+def test_kd_06_padding_is_in_no_mean(case: Any) -> None:
+    given, expected = case("KD-06")
+    kl = torch.tensor(given["per_token_kl"])
+    mask = torch.tensor(given["mask"]).bool()
+    total = float(mask.sum())
+    loss, _ = dl.soft_hard_mean(kl, kl, kl, mask, tau=1.0, total_tokens=total)
+    assert loss.item() == pytest.approx(expected["loss"])
+
+
+def test_kd_09_mean_over_the_global_batch(case: Any) -> None:
+    given, expected = case("KD-09")
+    parts = [torch.tensor(given[name]) for name in ("micro0", "micro1")]
+    total = float(sum(map(len, parts)))
+    losses = [
+        dl.soft_hard_mean(p, p, p, torch.ones_like(p).bool(), tau=1.0, total_tokens=total)[0]
+        for p in parts
+    ]
+    assert float(sum(losses)) == pytest.approx(expected["token_mean"])
+
+
+def test_kd_08_labels_are_responses_only(case: Any) -> None:
+    given, expected = case("KD-08")
+    ids = torch.tensor([given["ids"]])
+    real = torch.tensor([[True, True, True, True, False]])
+    labels = response_labels(ids, real, torch.tensor([given["prompt_len"]]))
+    assert labels[0].tolist() == expected["labels"]
+    assert int((labels != -100).sum()) == expected["loss_tokens"]
