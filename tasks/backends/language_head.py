@@ -135,3 +135,35 @@ class _FrozenHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (gradients,) = ctx.saved_tensors
         return gradients * grads[0][:, None].to(gradients.dtype), None, None, None, None
+
+
+def label_logprobs(
+    logits: Tensor, labels: Tensor, at_a_time: int = LOGITS_AT_A_TIME, **_: Any
+) -> Tensor:
+    """Return log softmax of the labels, in fp32.
+
+    Computed for as many tokens together as ``at_a_time`` logits are, and for the backward pass
+    again, so that of all logits there is never an fp32 copy.
+
+    Args:
+        logits: (N, V).
+        labels: (N,) token ids.
+        at_a_time: logits; more of them take more memory and fewer operations.
+
+    Returns:
+        (N,) fp32.
+    """
+    step = max(1, at_a_time // logits.shape[1])
+    if len(labels) <= step:
+        return _logprobs_of_part(logits, labels)
+    parts = [
+        checkpoint(
+            _logprobs_of_part, logits[i : i + step], labels[i : i + step], use_reentrant=False
+        )
+        for i in range(0, len(labels), step)
+    ]
+    return torch.cat(parts)
+
+
+def _logprobs_of_part(logits: Tensor, labels: Tensor) -> Tensor:
+    return -torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")

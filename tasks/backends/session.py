@@ -26,8 +26,12 @@ from tasks.backends.worker_group import end_group, lost_ranks, start_group, watc
 from tasks.config import RuntimeConfig
 from tasks.context import RunLog
 from tasks.errors import ConfigError, TrainingError
+from tasks.models.weights import list_weight_files
 
 ROWS_PER_CALL = 1024
+# Rows of a model that takes a second for a few of them; what is done between calls can be told.
+ROWS_PER_CALL_LARGE = 128
+_LARGE_BYTES = 256 * 2**20
 _LOG = logging.getLogger(__name__)
 
 
@@ -220,6 +224,12 @@ class Session:
                 "raise tokens_per_micro_batch or lower rendering.max_prompt_tokens",
             )
 
+    def _rows_per_call(self, role: str) -> int:
+        """Return a number that does not depend on the clock, because cuts change roundings."""
+        files = list_weight_files(Path(self.specs[role].model_dir))
+        is_large = sum(file.stat().st_size for file in files) > _LARGE_BYTES
+        return ROWS_PER_CALL_LARGE if is_large else ROWS_PER_CALL
+
     def _infer(
         self,
         role: str,
@@ -230,8 +240,9 @@ class Session:
     ) -> dict[str, list[torch.Tensor]]:
         outputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         # The order of the rows is restored below.
-        calls = plan_calls(rows, ROWS_PER_CALL)
+        calls = plan_calls(rows, self._rows_per_call(role))
         order = [i for call in calls for i in call]
+        done = 0
         for call in calls:
             n_real = len(call)
             filled = call + [call[-1]] * (-n_real % self.host.ranks)
@@ -242,6 +253,9 @@ class Session:
                 result = self.group.infer(data).get()
             for name, collected in outputs.items():
                 collected.extend(result[name].unbind()[:n_real])
+            done += n_real
+            if self.log is not None and len(calls) > 1:
+                self.log.progress(done, len(rows), f"rows read by role {role}")
         place = {index: position for position, index in enumerate(order)}
         return {
             name: [found[place[i]] for i in range(len(rows))] for name, found in outputs.items()

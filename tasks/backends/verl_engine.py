@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 
 from tasks.algorithms.prefix_rows import MergeLimit, RowLayout, dense_mask, prefix_mask_mod
 from tasks.backends import language_head
-from tasks.backends.language_head import HeadReading, head_is_last
+from tasks.backends.language_head import HeadReading, head_is_last, label_logprobs
 from tasks.backends.logits_hooks import FLAG, LogitsHook, Tokens
 from tasks.backends.micro_batches import layout_of, make_micro_batches
 from tasks.backends.prompt_sharing import FLEX_ATTENTION, attention_tokens
@@ -334,19 +335,19 @@ def _last_states(states: Tensor, micro_batch: TensorDict, layout: RowLayout | No
     return rows
 
 
-def _cpu_logprobs(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Return log softmax of the labels, shape (N,), for logits (N, V), in one operation.
-
-    Without a fused CUDA kernel verl takes the tokens one by one, to save memory that a CPU does not
-    lack; with the tiny model that is two thirds of a training step.
-    """
-    return -torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+def _replace_slow_logprobs(device: str) -> None:
+    """Replace verl's log-probabilities where flash-attn's kernel is missing: they take the tokens
+    one by one, which with the tiny model is two thirds of a training step."""
+    if device == "cpu":
+        # Memory is not short there, and all tokens together are fastest.
+        verl_fsdp.logprobs_from_logits = partial(label_logprobs, at_a_time=sys.maxsize)
+    elif not verl_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE:
+        verl_fsdp.logprobs_from_logits = label_logprobs
 
 
 def register_engines() -> None:
     """Make verl build these engines, on CPU, for which it has none, and before its own on CUDA."""
-    if get_device_name() == "cpu":
-        verl_fsdp.logprobs_from_logits = _cpu_logprobs
+    _replace_slow_logprobs(get_device_name())
     kinds = (("language_model", LanguageEngine), ("value_model", ValueEngine))
     for model_type, engine in kinds:
         EngineRegistry.register(model_type, ["fsdp2"], device="cpu")(engine)
