@@ -9,6 +9,7 @@ from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 from pydantic import BaseModel
 
+from flows.presets import tracking_of
 from tasks.config import TrackingConfig
 from tasks.tracking import Status, connect
 from tasks.workspace import Workspace
@@ -38,7 +39,8 @@ def _tracking_of(parameters: Mapping[str, Any]) -> TrackingConfig:
             section = section.model_dump(mode="json")
         if isinstance(section, Mapping) and section.get("tracking") is not None:
             return TrackingConfig.model_validate(section["tracking"])
-    return TrackingConfig()
+    preset = parameters.get("preset")
+    return TrackingConfig() if preset is None else tracking_of(preset)
 
 
 HOOKS: dict[str, Any] = {
