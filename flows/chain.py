@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from prefect.runtime import flow_run
 
-from flows.mlflow_run import describe, end_dead_runs, place_tags
+from flows.chain_report import chain_summary
+from flows.mlflow_run import describe, end_dead_runs, place_tags, prefect_tags
 from flows.monitor import StageOutcome, monitored, summary_of, write_summary
 from flows.options import RunOptions
 from flows.preflight import check_inputs
@@ -44,6 +45,7 @@ class Chain:
             reuse=self.cfg.reuse and not is_rerun,
             tracking=self.cfg.tracking,
             pipeline_run_id=self.run_id,
+            timeout_seconds=self.cfg.stage_timeout_seconds,
         )
 
 
@@ -68,7 +70,9 @@ def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
         summary = summary_of(outcomes, monitor.wall_seconds, monitor.peak_rss_bytes)
         write_summary(workspace.summary_path, summary)
         tracker.log_file(run_id, workspace.summary_path)
-        publish_chain(outcomes)
+        page = chain_summary(tracker, outcomes)
+        tracker.log_text(run_id, page, "summary.md")
+        publish_chain(page, outcomes)
 
 
 @contextmanager
@@ -125,8 +129,8 @@ def open_command_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig
     end_dead_runs(tracker, workspace)
     tags = {
         "stage": kind,
-        "prefect.flow_run_id": flow_run.id,
         "git.commit": git_commit(),
+        **prefect_tags(),
         **place_tags(workspace),
     }
     return tracker.start_run(cfg.name, tags, cfg.model_dump(mode="json"))

@@ -16,6 +16,7 @@ from tasks.errors import ClusterError
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 API_URL = "PREFECT_API_URL"
+_TEMPORARY = "RLHF_TEMPORARY_PREFECT_API"
 _HEALTH_SECONDS = 5
 _CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "peft", "verl")
 
@@ -75,7 +76,13 @@ def start_prefect_api(workspace: Workspace) -> TemporaryServer | None:
     server = TemporaryServer(workspace.prefect_home / "temporary-server.log")
     server.start()
     os.environ[API_URL] = server.api_url
+    os.environ[_TEMPORARY] = server.api_url
     return server
+
+
+def is_temporary() -> bool:
+    """Tell whether the Prefect server ends with this command."""
+    return os.environ.get(_TEMPORARY) is not None
 
 
 def required_api_url(workspace: Workspace) -> str:

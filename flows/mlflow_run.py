@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prefect.runtime import flow_run
 
+from flows.environment import is_temporary
 from flows.monitor import StageOutcome
 from flows.options import RunOptions
 from flows.prepare import Prepared
@@ -68,9 +69,23 @@ def _common_tags(options: RunOptions) -> dict[str, str | None]:
     return {
         "mlflow.parentRunId": options.pipeline_run_id,
         "pipeline.run_id": options.pipeline_run_id,
-        "prefect.flow_run_id": flow_run.id,
         "git.commit": git_commit(),
+        **prefect_tags(),
     }
+
+
+def prefect_tags() -> dict[str, str | None]:
+    """Return the tags that lead from an MLflow run to its Prefect run.
+
+    The page of a temporary server is gone with it, so only a lasting one is linked; MLflow shows
+    the note as the run's description.
+    """
+    tags: dict[str, str | None] = {"prefect.flow_run_id": flow_run.id}
+    url = None if is_temporary() else flow_run.ui_url
+    if url is not None:
+        name = f"Prefect run {flow_run.name}"
+        tags |= {"prefect.flow_run_url": url, "mlflow.note.content": f"[{name}]({url})"}
+    return tags
 
 
 @contextmanager

@@ -204,6 +204,9 @@ class PipelineConfig(Section):
 
     name: str = setting("rlhf", min_length=1)
     reuse: bool = setting(True, description="Reuse a stage whose fingerprint exists and verifies.")
+    stage_timeout_seconds: PositiveInt | None = setting(
+        None, description="A stage that takes longer ends as failed; a retry continues it."
+    )
     tracking: TrackingConfig = TrackingConfig()
     ingest: IngestConfig = IngestConfig()
     sft: SftConfig = SftConfig()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tasks.backends import cluster
+from tasks.backends import cluster, worker_logs
 from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
 from tasks.backends.row_batches import (
     before_tokens,
@@ -24,6 +24,7 @@ from tasks.backends.worker_group import end_group, lost_ranks, start_group, watc
 from tasks.config import RuntimeConfig
 from tasks.context import RunLog
 from tasks.errors import ConfigError, TrainingError
+from tasks.run_log import run_logger
 
 ROWS_PER_CALL = 1024
 _LOG = logging.getLogger(__name__)
@@ -252,6 +253,7 @@ def open_session(runtime: RuntimeConfig, log: RunLog | None = None) -> Session:
         runtime: ranks, device and how roles are built.
         log: where the stage reports.
     """
+    worker_logs.forward_to(run_logger("session"))
     host = HostSpec.from_runtime(runtime, cluster.resolve_device(runtime))
     current = _live().get("session")
     if current is not None and current.host == host and not lost_ranks(current.group):
