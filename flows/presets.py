@@ -80,8 +80,9 @@ def lay_over(section: BaseModel, given: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: getattr(section, name) for name in type(section).model_fields}
     for name, value in given.items():
         below = fields.get(name)
-        is_section = isinstance(below, BaseModel) and isinstance(value, Mapping)
-        fields[name] = lay_over(below, value) if is_section else value
+        if isinstance(below, BaseModel) and isinstance(value, Mapping):
+            value = lay_over(below, value)
+        fields[name] = value
     return fields
 
 

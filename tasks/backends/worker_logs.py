@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,10 +15,12 @@ _RAYS_HANDLER = "ray_print_logs"
 _HANDLER = "rlhf_run_log"
 _WINDOW_SECONDS = 60.0
 _LINES_PER_WINDOW = 500
+_BAR = re.compile(r"\d%\|.*\[.*\]$")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LineForwarder:
-    """Hands lines of workers to a logger. Safe to call from any thread.
+    """Hands lines of workers to a logger, progress bars left out. Safe to call from any thread.
 
     A worker that prints without end would fill the server's database, so that of each minute only
     the first 500 lines are kept, and the others counted.
@@ -35,15 +38,16 @@ class LineForwarder:
 
     def __call__(self, batch: Mapping[str, Any]) -> None:
         """Take a batch as Ray hands it out: ``lines`` of one process, ``pid``, ``ip``."""
-        if self.logger is None:
+        # Ray's own processes, such as the autoscaler, have a name where workers have a number.
+        if self.logger is None or not str(batch["pid"]).isdigit():
             return
-        # Lines of Ray's own processes have a name instead of a number.
         where = f"worker {batch['pid']}"
         if not batch.get("localhost", True):
             where += f" on {batch['ip']}"
         with self._lock:
             for line in batch["lines"]:
-                self._forward(self.logger, where, str(line).rstrip())
+                if not _BAR.search(str(line)):
+                    self._forward(self.logger, where, _COLOUR.sub("", str(line)).rstrip())
 
     def _forward(self, logger: Logger, where: str, line: str) -> None:
         now = self._clock()
