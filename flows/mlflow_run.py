@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
 from flows.environment import is_temporary
 from flows.monitor import StageOutcome
@@ -81,7 +82,9 @@ def prefect_tags() -> dict[str, str | None]:
     the note as the run's description.
     """
     tags: dict[str, str | None] = {"prefect.flow_run_id": flow_run.id}
-    url = None if is_temporary() else flow_run.ui_url
+    url = None
+    if flow_run.id is not None and not is_temporary():
+        url = url_for("flow-run", obj_id=flow_run.id)
     if url is not None:
         name = f"Prefect run {flow_run.name}"
         tags |= {"prefect.flow_run_url": url, "mlflow.note.content": f"[{name}]({url})"}
