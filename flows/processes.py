@@ -190,19 +190,21 @@ def family(directory: Path, name: str) -> list[psutil.Process]:
 def stop(directory: Path, name: str, grace_seconds: float) -> int:
     """End a service and everything it started, and forget it.
 
-    The process and its children are asked first, so that they can end what they do; whatever is
-    left after ``grace_seconds`` is told to end, and killed 10 s later.
+    Its children are asked first, then the process itself, so that they can end what they do;
+    whatever is left after ``grace_seconds`` is told to end, and killed 10 s later.
 
     Returns:
         How many processes had to end.
     """
     leader = living(read_record(directory, name))
     members = family(directory, name)
-    asked = [] if leader is None else [*_children(leader), leader]
-    # Children of a leader that was killed have nobody who would ask them.
-    asked = asked or members
-    _each(asked, "terminate")
-    _, left = psutil.wait_procs(members, timeout=grace_seconds)
+    # A worker that ends kills its flows, so these are asked first and awaited. Children of a
+    # leader that was killed have nobody who would ask them.
+    deadline = time.monotonic() + grace_seconds
+    for asked in (_children(leader), [leader]) if leader is not None else (members,):
+        _each(asked, "terminate")
+        psutil.wait_procs(asked, timeout=max(0.0, deadline - time.monotonic()))
+    _, left = psutil.wait_procs(members, timeout=max(0.0, deadline - time.monotonic()))
     left = [*left, *(process for process in family(directory, name) if process not in left)]
     _each(left, "terminate")
     _, left = psutil.wait_procs(left, timeout=_TERM_SECONDS if left else 0)

@@ -75,6 +75,8 @@ def worker(workspace: Workspace, api_url: str, tracking_uri: str) -> Service:
     environment = {
         **client_environment(workspace, api_url, tracking_uri),
         "PREFECT_LOGGING_LEVEL": "INFO",
+        # Whoever starts a run from the UI watches it.
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
         "RLHF_PROJECT": str(PROJECT_ROOT),
         "PYTHONPATH": _python_path(),
     }

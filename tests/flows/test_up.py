@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from service_client import ROOT, Services, wait_for
+from service_client import FINAL, ROOT, Services, wait_for
 
 from tasks.config import STAGES
 
@@ -173,8 +173,15 @@ def _training(services: Services) -> bool:
 
 def _start_training(services: Services, deployment: str = CHAIN, **cfg: Any) -> str:
     wait_for(lambda: not psutil.Process(services.pid("worker")).children(), 60)
+    if deployment != CHAIN and not services.mlflow_runs("tags.stage = 'ingest'"):
+        services.completed(services.run("ingest/ingest"))
     run_id = services.run(deployment, cfg={"reuse": False, **cfg} if deployment == CHAIN else cfg)
-    wait_for(lambda: _training(services), 120, lambda: str(services.flow_run(run_id)["state"]))
+
+    def state() -> str:
+        return str(services.flow_run(run_id)["state"])
+
+    wait_for(lambda: _training(services) or any(kind in state() for kind in FINAL), 180, state)
+    assert _training(services), state()
     return run_id
 
 
