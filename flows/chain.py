@@ -124,7 +124,8 @@ def open_command_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig
     if flow_run.id is not None:
         earlier = tracker.find_runs({"stage": kind, "prefect.flow_run_id": flow_run.id})
         if earlier:
-            tracker.reopen(earlier[0].run_id)
+            # With its new process: the old one's would make it a dead run to the next stage.
+            tracker.reopen(earlier[0].run_id, place_tags(workspace))
             return earlier[0].run_id
     end_dead_runs(tracker, workspace)
     tags = {
