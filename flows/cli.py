@@ -87,6 +87,7 @@ def run_command(
     """
     from flows.command import RunRequest, run
     from flows.console import print_ablation, print_places, print_result
+    from flows.environment import API_URL, is_temporary
 
     with _reported(debug):
         cfg = load_config(find_config(config), override or [])
@@ -98,13 +99,13 @@ def run_command(
             only=parse_stage(only) if only else None,
             is_debug=debug,
         )
-        prefect_url = os.environ.get("PREFECT_API_URL")
         monitor = run(request)
         console = Console()
         if cfg.ablation is None:
             print_result(console, monitor)
         else:
             print_ablation(console, Workspace.from_environment(), monitor)
+        prefect_url = None if is_temporary() else os.environ.get(API_URL)
         print_places(console, Workspace.from_environment(), cfg.tracking, prefect_url)
 
 

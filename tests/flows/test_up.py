@@ -166,6 +166,35 @@ def test_chain_shows_its_summary_and_its_workers_lines(
     assert keys_seen == {f"{stage.replace('_', '-')}-progress" for stage in STAGES}
 
 
+def _champion(services: Services) -> dict[str, Any]:
+    """Point the alias at the candidate, as MLflow's registry page does; return its version."""
+    import httpx
+
+    url = f"{services.mlflow}/api/2.0/mlflow/registered-models/alias"
+    name = {"name": "rlhf-flows-student"}
+    found = httpx.get(url, params={**name, "alias": "candidate"}, timeout=30)
+    version: dict[str, Any] = found.raise_for_status().json()["model_version"]
+    body = {**name, "alias": "champion", "version": version["version"]}
+    httpx.post(url, json=body, timeout=30).raise_for_status()
+    return version
+
+
+def test_champion_is_evaluated_with_what_it_was_made_from(
+    services: Services, reference: dict[str, dict[str, float]]
+) -> None:
+    weekly = "evaluate/champion-weekly"
+    run_id = services.run(weekly)
+    assert services.wait(run_id) == "FAILED"
+    assert "champion" in services.flow_run(run_id)["state"]["message"]
+    champion = _champion(services)
+    run_id = services.run(weekly)
+    services.completed(run_id)
+    (run,) = services.mlflow_runs(f"tags.`prefect.flow_run_id` = '{run_id}'")
+    assert run["tags"]["upstream.student.run_id"] == champion["run_id"]
+    scores = {name: float(value) for name, value in reference["evaluate"].items()}
+    assert {name: run["metrics"][name] for name in scores} == scores
+
+
 def _training(services: Services) -> bool:
     """Whether sft has written a checkpoint and not finished."""
     return any((services.home / "checkpoints" / "sft").glob("*/step*"))
