@@ -31,6 +31,7 @@ def prepare_environment(workspace: Workspace, *, is_debug: bool) -> None:
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "DEBUG" if is_debug else "CRITICAL",
         "DO_NOT_TRACK": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         # The automation that notices dead runs waits for three of them.
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -93,6 +93,7 @@ def client_environment(workspace: Workspace, api_url: str, tracking_uri: str) ->
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "1",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
     }

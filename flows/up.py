@@ -199,7 +199,8 @@ def _port(workspace: Workspace, name: str, wanted: int | None, default: int) -> 
             f"port {wanted}, as given",
             "leave the port out, or run `rlhf down` first",
         )
-    return running or wanted or default
+    given = default if wanted is None else wanted
+    return given if running is None else running
 
 
 def _running(workspace: Workspace, name: str) -> ServiceRecord | None:

@@ -92,6 +92,14 @@ def test_stage_with_changed_parameters_stands_beside_the_first(services: Service
     assert any(runs[0]["id"] in str(one["data"]) for one in kept)
 
 
+def test_command_uses_the_servers_that_run(services: Services) -> None:
+    text = services.rlhf("run", str(services.config), "--only", "ingest")
+    assert f"Prefect UI: {services.api.removesuffix('/api')}" in text
+    newest = services.mlflow_runs("tags.stage = 'ingest'")[0]
+    run = services.flow_run(newest["tags"]["prefect.flow_run_id"])
+    assert run["state"]["type"] == "COMPLETED"
+
+
 def test_schedule_fires(services: Services) -> None:
     deployment = services.deployment("ingest/ingest")["id"]
     schedule = {"schedule": {"interval": 20}, "active": True, "slug": "test"}
