@@ -78,6 +78,13 @@ class Services:
         found: dict[str, Any] = answer.raise_for_status().json()
         return found
 
+    def pause_schedules(self) -> None:
+        """Keep the nightly and weekly runs out of whatever is tested at that hour."""
+        for deployment in self.post("deployments/filter", {}):
+            for schedule in deployment["schedules"]:
+                path = f"{self.api}/deployments/{deployment['id']}/schedules/{schedule['id']}"
+                httpx.patch(path, json={"active": False}, timeout=30).raise_for_status()
+
     def run(self, deployment: str, **parameters: Any) -> str:
         """Start a deployment with these parameters; return the id of its flow run."""
         body = {"parameters": parameters, "state": {"type": "SCHEDULED"}}

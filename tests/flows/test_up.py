@@ -41,6 +41,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     made = Services(directory / "home", config)
     try:
         made.up()
+        made.pause_schedules()
         yield made
     finally:
         made.rlhf("down", code=None)
