@@ -15,6 +15,7 @@ from flows.monitor import StageOutcome, monitored, summary_of, write_summary
 from flows.options import RunOptions
 from flows.preflight import check_inputs
 from flows.reporting import publish_chain, publish_link
+from flows.staleness import champion_run
 from tasks.config import STAGES, PipelineConfig, Stage
 from tasks.errors import RlhfError
 from tasks.provenance import git_commit
@@ -63,6 +64,7 @@ def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
         publish_link(tracker, PIPELINE, run_id)
         if not monitor.inputs_checked:
             check_inputs(cfg)
+        champion = champion_run(tracker)
         yield Chain(cfg, run_id, rerun_from)
         outcomes = _outcomes(tracker, run_id)
         monitor.outcomes.update(outcomes)
@@ -70,7 +72,7 @@ def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
         summary = summary_of(outcomes, monitor.wall_seconds, monitor.peak_rss_bytes)
         write_summary(workspace.summary_path, summary)
         tracker.log_file(run_id, workspace.summary_path)
-        page = chain_summary(tracker, outcomes)
+        page = chain_summary(tracker, outcomes, champion)
         tracker.log_text(run_id, page, "summary.md")
         publish_chain(page, outcomes)
 

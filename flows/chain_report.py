@@ -19,23 +19,44 @@ _MAX_CHANGES = 40
 _METRICS = 6
 
 
-def chain_summary(tracker: Tracker, outcomes: Mapping[str, StageOutcome]) -> str:
-    """Return the page of a finished chain as Markdown."""
+def chain_summary(
+    tracker: Tracker, outcomes: Mapping[str, StageOutcome], champion: RunRecord | None
+) -> str:
+    """Return the page of a finished chain as Markdown.
+
+    Args:
+        tracker: the experiment to look in.
+        outcomes: by stage.
+        champion: the run that had made the champion when the chain began, if there was one; the
+            chain itself may have made another since.
+    """
     rows = [
         [row["stage"], row["state"], row["seconds"], row["metrics"]] for row in chain_rows(outcomes)
     ]
     lines = ["# Chain", "", *_table(["stage", "state", "seconds", "metrics"], rows)]
-    lines += _verdict(outcomes)
-    lines += ["", "## Against the champion", ""]
-    champion = champion_run(tracker)
-    if champion is None:
-        return "\n".join([*lines, "No student has the alias `champion` yet.", ""])
     own = {name: read_manifest(Path(outcome.artifact)) for name, outcome in outcomes.items()}
-    student = own.get("distill")
-    if student is not None and student.mlflow_run_id == champion.run_id:
-        return "\n".join([*lines, "The student of this chain is the champion.", ""])
-    lines += [f"The champion is the student of MLflow run `{champion.run_id}`.", ""]
-    return "\n".join([*lines, *differences(champion_manifests(tracker, champion), own), ""])
+    lines += [*_verdict(outcomes), "", "## Against the last champion", ""]
+    lines += _standing(tracker, own.get("distill"), champion)
+    if champion is not None and not _made(champion, own.get("distill")):
+        lines += ["", *differences(champion_manifests(tracker, champion), own)]
+    return "\n".join([*lines, ""])
+
+
+def _made(run: RunRecord | None, student: Manifest | None) -> bool:
+    return run is not None and student is not None and student.mlflow_run_id == run.run_id
+
+
+def _standing(tracker: Tracker, student: Manifest | None, champion: RunRecord | None) -> list[str]:
+    """Say who is and who was the champion."""
+    if _made(champion, student):
+        return ["The student of this chain was the champion already."]
+    is_promoted = _made(champion_run(tracker), student)
+    now = " The student of this chain took its place." if is_promoted else ""
+    if champion is not None:
+        return [f"The champion was the student of MLflow run `{champion.run_id}`.{now}"]
+    if is_promoted:
+        return ["The student of this chain is the first champion."]
+    return ["No student has the alias `champion` yet."]
 
 
 def _verdict(outcomes: Mapping[str, StageOutcome]) -> list[str]:
@@ -69,8 +90,8 @@ def differences(before: Mapping[str, Manifest], now: Mapping[str, Manifest]) -> 
     stages = [stage for stage in STAGES if stage in before and stage in now]
     metrics = [row for stage in stages for row in _metric_rows(stage, before[stage], now[stage])]
     settings = [row for stage in stages for row in _setting_rows(stage, before[stage], now[stage])]
-    lines = _table(["stage", "metric", "champion", "this chain", "change"], metrics)
-    lines += ["", *_table(["setting", "champion", "this chain"], settings[:_MAX_CHANGES])]
+    lines = _table(["stage", "metric", "last champion", "this chain", "change"], metrics)
+    lines += ["", *_table(["setting", "last champion", "this chain"], settings[:_MAX_CHANGES])]
     if not settings:
         lines = [*lines[:-2], "No setting differs."]
     if len(settings) > _MAX_CHANGES:

@@ -104,7 +104,7 @@ def test_page_of_a_chain_compares_with_the_champion(
     # All six are found from the champion's evaluation.
     assert sorted(champion_manifests(tracker, champion)) == sorted(STAGES)
     run_chain()
-    assert "The student of this chain is the champion." in _page(tracker)
+    assert "The student of this chain was the champion already." in _page(tracker)
 
     def better(ctx: Any) -> None:
         ctx.draft.metrics["accuracy"] = 0.875
@@ -115,8 +115,26 @@ def test_page_of_a_chain_compares_with_the_champion(
     assert champion.run_id in page
     # 0.875 - 0.75 = 0.125
     assert "| distill | accuracy | 0.75 | 0.875 | +0.125 |" in page
-    assert "No setting differs." in page
+    assert "No setting differs." in page and "took its place" not in page
     assert stale_artifacts(tracker) == []
+
+
+@pytest.mark.slow
+def test_champion_that_the_chain_itself_made_is_not_what_it_is_compared_with(
+    run_chain: Run, tracker: Tracker, before_publishing: Any
+) -> None:
+    def promote(ctx: Any) -> None:
+        _promote(tracker)  # as the verdict of an evaluation does
+
+    before_publishing("evaluate", promote)
+    run_chain()
+    assert "The student of this chain is the first champion." in _page(tracker)
+    first = champion_run(tracker)
+    run_chain("distill")
+    page = _page(tracker)
+    assert first is not None and champion_run(tracker) != first
+    assert f"student of MLflow run `{first.run_id}`. The student of this chain took" in page
+    assert "| distill | accuracy | 0.75 | 0.75 | +0 |" in page
 
 
 @pytest.mark.slow
