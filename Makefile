@@ -34,7 +34,7 @@ test: $(STAMP)  ## all tests but the longest, the fast ones first
 test-fast: $(STAMP)  ## unit tests only
 	$(PYTEST) -m "not slow and not long"
 
-test-long: $(STAMP)  ## an ablation, and a cluster of nodes that loses one
+test-long: $(STAMP)  ## an ablation, a cluster that loses a node, and `rlhf up` while its processes are killed
 	$(PYTEST) -m long
 
 check: $(STAMP)  ## linters, types and import rules

@@ -1,29 +1,47 @@
 """Serve every flow from one process: schedules and runs from the UI on a laptop, without a worker.
 
-Start a Prefect server, point ``PREFECT_API_URL`` at it, then ``python deployments/serve.py``.
+Start a Prefect server, set ``PREFECT_API_URL`` to it, then ``python deployments/serve.py CONFIG``.
+Deployments, schedules and parameters are those of ``deployments/prefect.yaml``.
 """
 
 from __future__ import annotations
 
-from prefect import serve
+import sys
+from pathlib import Path
+from typing import Any
+
+from prefect import Flow, serve
+from prefect.deployments.runner import RunnerDeployment
 from prefect.schedules import Cron
 
+from flows.deploy import rendered
 from flows.registry import STAGE_FLOWS
 from flows.rlhf_pipeline import rlhf_pipeline
 
+_FLOWS: dict[str, Flow[..., str]] = {**STAGE_FLOWS, "rlhf_pipeline": rlhf_pipeline}
+
+
+def served(deployment: dict[str, Any]) -> RunnerDeployment:
+    """Return what `serve` takes for an entry of ``prefect.yaml``."""
+    flow = _FLOWS[Path(deployment["entrypoint"].partition(":")[0]).stem]
+    schedules = [
+        Cron(one["cron"], timezone=one["timezone"], slug=one["slug"])
+        for one in deployment.get("schedules", [])
+    ]
+    made: RunnerDeployment = flow.to_deployment(
+        deployment["name"],
+        schedules=schedules,
+        parameters=deployment["parameters"],
+        description=deployment["description"],
+        tags=deployment["tags"],
+    )
+    return made
+
 
 def main() -> None:
-    """Serve the chain, with a paused nightly schedule, and each stage; one run at a time."""
-    nightly = rlhf_pipeline.to_deployment(
-        "nightly",
-        schedule=Cron("0 2 * * *", timezone="UTC", slug="nightly", active=False),
-        tags=["rlhf", "chain"],
-    )
-    stages = [
-        flow.to_deployment(stage.replace("_", "-"), tags=["rlhf", "stage"])
-        for stage, flow in STAGE_FLOWS.items()
-    ]
-    serve(nightly, *stages, limit=1)
+    """Serve the chain and each stage; one run at a time."""
+    config = sys.argv[1] if len(sys.argv) > 1 else "demo"
+    serve(*map(served, rendered(config)["deployments"]), limit=1)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from prefect.runtime import flow_run
 
-from flows.mlflow_run import describe, end_dead_runs, place_tags
+from flows.chain_report import chain_summary
+from flows.mlflow_run import describe, end_dead_runs, place_tags, prefect_tags
 from flows.monitor import StageOutcome, monitored, summary_of, write_summary
 from flows.options import RunOptions
 from flows.preflight import check_inputs
 from flows.reporting import publish_chain, publish_link
+from flows.staleness import champion_run
 from tasks.config import STAGES, PipelineConfig, Stage
 from tasks.errors import RlhfError
 from tasks.provenance import git_commit
@@ -44,6 +46,7 @@ class Chain:
             reuse=self.cfg.reuse and not is_rerun,
             tracking=self.cfg.tracking,
             pipeline_run_id=self.run_id,
+            timeout_seconds=self.cfg.stage_timeout_seconds,
         )
 
 
@@ -61,6 +64,7 @@ def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
         publish_link(tracker, PIPELINE, run_id)
         if not monitor.inputs_checked:
             check_inputs(cfg)
+        champion = champion_run(tracker)
         yield Chain(cfg, run_id, rerun_from)
         outcomes = _outcomes(tracker, run_id)
         monitor.outcomes.update(outcomes)
@@ -68,7 +72,9 @@ def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
         summary = summary_of(outcomes, monitor.wall_seconds, monitor.peak_rss_bytes)
         write_summary(workspace.summary_path, summary)
         tracker.log_file(run_id, workspace.summary_path)
-        publish_chain(outcomes)
+        page = chain_summary(tracker, outcomes, champion)
+        tracker.log_text(run_id, page, "summary.md")
+        publish_chain(page, outcomes)
 
 
 @contextmanager
@@ -120,13 +126,14 @@ def open_command_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig
     if flow_run.id is not None:
         earlier = tracker.find_runs({"stage": kind, "prefect.flow_run_id": flow_run.id})
         if earlier:
-            tracker.reopen(earlier[0].run_id)
+            # With its new process: the old one's would make it a dead run to the next stage.
+            tracker.reopen(earlier[0].run_id, place_tags(workspace))
             return earlier[0].run_id
     end_dead_runs(tracker, workspace)
     tags = {
         "stage": kind,
-        "prefect.flow_run_id": flow_run.id,
         "git.commit": git_commit(),
+        **prefect_tags(),
         **place_tags(workspace),
     }
     return tracker.start_run(cfg.name, tags, cfg.model_dump(mode="json"))

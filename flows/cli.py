@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
-from pydantic import ValidationError
 from rich.console import Console
 
+from flows.cli_errors import FAILURE as _FAILURE
+from flows.cli_errors import reported as _reported
+from flows.cli_options import AsJson, Debug, Experiment, TrackingUri
+from flows.cli_services import services_app
 from flows.run_commands import add_run_commands
 from tasks.config import TrackingConfig
-from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError
 from tasks.loading_config import find_config, load_config, parse_stage
 from tasks.provenance import DISTRIBUTION, package_versions
 from tasks.workspace import HOME_VARIABLE, Workspace
@@ -32,21 +29,11 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-_FAILURE = 1
-_BAD_INPUT = 2
-_INTERRUPTED = 130
-_STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT)
 
 Overrides = Annotated[
     list[str] | None,
     typer.Option("-o", "--override", metavar="SECTION.KEY=VALUE", help="Change one value; repeat."),
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show logs and tracebacks.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-TrackingUri = Annotated[
-    str | None, typer.Option(help="MLflow address; default: the workspace's database.")
-]
-Experiment = Annotated[str, typer.Option(help="MLflow experiment.")]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -100,6 +87,7 @@ def run_command(
     """
     from flows.command import RunRequest, run
     from flows.console import print_ablation, print_places, print_result
+    from flows.environment import API_URL, is_temporary
 
     with _reported(debug):
         cfg = load_config(find_config(config), override or [])
@@ -111,13 +99,13 @@ def run_command(
             only=parse_stage(only) if only else None,
             is_debug=debug,
         )
-        prefect_url = os.environ.get("PREFECT_API_URL")
         monitor = run(request)
         console = Console()
         if cfg.ablation is None:
             print_result(console, monitor)
         else:
             print_ablation(console, Workspace.from_environment(), monitor)
+        prefect_url = None if is_temporary() else os.environ.get(API_URL)
         print_places(console, Workspace.from_environment(), cfg.tracking, prefect_url)
 
 
@@ -243,52 +231,7 @@ def doctor_command(
             raise typer.Exit(_FAILURE)
 
 
-@contextmanager
-def _reported(is_debug: bool) -> Iterator[None]:
-    """Turn errors into one message and an exit code."""
-    try:
-        yield
-    except typer.Exit:
-        raise
-    except KeyboardInterrupt:
-        _fail("Interrupted. Give the same command again to continue.", _INTERRUPTED, is_debug)
-    except RlhfError as error:
-        is_failure = isinstance(error, ClusterError | TrainingError | RewardError)
-        _fail(str(error), _FAILURE if is_failure else _BAD_INPUT, is_debug)
-    except (ValidationError, yaml.YAMLError) as error:
-        _fail(f"The configuration cannot be used: {error}", _BAD_INPUT, is_debug)
-    except BrokenPipeError:
-        # Nobody reads the output any more, as with `| head`.
-        raise typer.Exit(_FAILURE) from None
-    except OSError as error:
-        if error.errno not in _STORAGE_ERRORS:
-            _fail_unexpected(error, is_debug)
-        text = f"Writing {error.filename or 'to the workspace'} failed: {error.strerror}."
-        _fail(f"{text} Fix: free space, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
-    except Exception as error:
-        _fail_unexpected(error, is_debug)
-
-
-def _fail_unexpected(error: Exception, is_debug: bool) -> None:
-    workspace = Workspace.from_environment()
-    if workspace.is_full:
-        text = f"Workspace {workspace.root} is full. Fix: free space and try again"
-        _fail(f"{text}, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
-    cause = f"{type(error).__name__}: {error}".strip().rstrip(".")
-    _fail(
-        f"Unexpected failure: {cause}. Fix: run again with --debug for details.", _FAILURE, is_debug
-    )
-
-
-def _fail(message: str, code: int, is_debug: bool) -> None:
-    if is_debug:
-        traceback.print_exc()
-    Console(stderr=True).print(
-        f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
-    raise typer.Exit(code)
-
-
+app.add_typer(services_app)
 add_run_commands(app, _reported)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import flow
 
 from flows.hooks import HOOKS
 from flows.options import DEFAULT_OPTIONS, RunOptions
+from flows.presets import AS_GIVEN, completed, completed_options
 from flows.stage_run import stage_run
 from tasks.config import DistillConfig
 
@@ -13,15 +16,29 @@ DEFAULTS = DistillConfig()
 
 
 @flow(name="distill", persist_result=True, **HOOKS)
-def distill(
-    cfg: DistillConfig = DEFAULTS,
+def distill(  # noqa: PLR0913 - one field of the form per upstream
+    cfg: Annotated[DistillConfig, AS_GIVEN] = DEFAULTS,
     preferences: str = "latest",
     policy: str = "latest",
     base: str = "latest",
     reward_model: str = "latest",
     options: RunOptions = DEFAULT_OPTIONS,
+    preset: str | None = None,
 ) -> str:
-    """Train the student's adapter, register it as the candidate, and return its path."""
+    """Train the student's adapter, register it as the candidate, and return its path.
+
+    Args:
+        cfg: Settings; what is left out comes from the preset.
+        preferences: Dataset: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        policy: Aligned policy: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        base: Base model: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        reward_model: Judge: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        options: How it is run; nothing here changes the result.
+        preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
+            `demo`; without it the defaults do.
+    """
+    cfg = completed(DistillConfig, cfg, preset)
+    options = completed_options(options, preset)
     with stage_run(
         "distill",
         cfg,

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from flows.services import HEARTBEAT_SECONDS, running_addresses
 from flows.temporary_server import TemporaryServer, is_healthy
 from tasks.errors import ClusterError
-from tasks.workspace import Workspace
+from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 API_URL = "PREFECT_API_URL"
+_TEMPORARY = "RLHF_TEMPORARY_PREFECT_API"
 _HEALTH_SECONDS = 5
 _CHATTY_LOGGERS = ("torch.fx._symbolic_trace", "peft", "verl")
 
@@ -29,6 +31,9 @@ def prepare_environment(workspace: Workspace, *, is_debug: bool) -> None:
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "DEBUG" if is_debug else "CRITICAL",
         "DO_NOT_TRACK": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        # The automation that notices dead runs waits for three of them.
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
         "RAY_USAGE_STATS_ENABLED": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -45,10 +50,11 @@ def prepare_environment(workspace: Workspace, *, is_debug: bool) -> None:
 
 
 def start_prefect_api(workspace: Workspace) -> TemporaryServer | None:
-    """Point Prefect at the user's server, or at a temporary one that starts in the background.
+    """Point Prefect at the user's server, at that of `rlhf up`, or at a temporary one that starts
+    in the background.
 
     Returns:
-        The temporary server, which is not ready yet; None when the user has one.
+        The temporary server, which is not ready yet; None when another one is used.
 
     Raises:
         ClusterError: ``PREFECT_API_URL`` is set and nothing answers there.
@@ -62,10 +68,41 @@ def start_prefect_api(workspace: Workspace) -> TemporaryServer | None:
                 f"start it, correct {API_URL}, or unset it to use a temporary server",
             )
         return None
+    running = running_addresses(workspace)
+    if running is not None:
+        os.environ[API_URL], mlflow_url = running
+        if mlflow_url is not None:
+            os.environ.setdefault(TRACKING_VARIABLE, mlflow_url)
+        return None
     server = TemporaryServer(workspace.prefect_home / "temporary-server.log")
     server.start()
     os.environ[API_URL] = server.api_url
+    os.environ[_TEMPORARY] = server.api_url
     return server
+
+
+def is_temporary() -> bool:
+    """Tell whether the Prefect server ends with this command."""
+    return os.environ.get(_TEMPORARY) is not None
+
+
+def required_api_url(workspace: Workspace) -> str:
+    """Return the address of the user's Prefect server, or of the one that `rlhf up` started.
+
+    Raises:
+        ClusterError: there is none.
+    """
+    url = os.environ.get(API_URL)
+    running = None if url else running_addresses(workspace)
+    if url and is_healthy(url, _HEALTH_SECONDS):
+        return url.rstrip("/")
+    if running is not None:
+        return running[0]
+    raise ClusterError(
+        f"No Prefect server answers at {API_URL}={url}" if url else "No Prefect server runs here",
+        "one to deploy to",
+        f"run `rlhf up`, or start one and set {API_URL}",
+    )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 from pydantic import BaseModel
 
+from flows.presets import tracking_of
 from tasks.config import TrackingConfig
 from tasks.tracking import Status, connect
 from tasks.workspace import Workspace
@@ -26,9 +27,13 @@ def mark_killed(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> N
 
 def _end_runs(flow_run: FlowRun, status: Status, state: State[Any]) -> None:
     tracker = connect(_tracking_of(flow_run.parameters), Workspace.from_environment())
-    for run in tracker.find_runs({"prefect.flow_run_id": str(flow_run.id)}, "RUNNING"):
-        reason = state.message or state.name or status
-        tracker.finish(run.run_id, status, failure=f"Prefect: {reason}")
+    reason = f"Prefect: {state.message or state.name or status}"
+    for run in tracker.find_runs({"prefect.flow_run_id": str(flow_run.id)}):
+        # A chain's stages are flow runs of their own, which died with its process.
+        for member in tracker.find_runs({"pipeline.run_id": run.run_id}, "RUNNING"):
+            tracker.finish(member.run_id, status, failure=reason)
+        if run.status == "RUNNING":
+            tracker.finish(run.run_id, status, failure=reason)
 
 
 def _tracking_of(parameters: Mapping[str, Any]) -> TrackingConfig:
@@ -38,7 +43,8 @@ def _tracking_of(parameters: Mapping[str, Any]) -> TrackingConfig:
             section = section.model_dump(mode="json")
         if isinstance(section, Mapping) and section.get("tracking") is not None:
             return TrackingConfig.model_validate(section["tracking"])
-    return TrackingConfig()
+    preset = parameters.get("preset")
+    return TrackingConfig() if preset is None else tracking_of(preset)
 
 
 HOOKS: dict[str, Any] = {

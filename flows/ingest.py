@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import flow
 
 from flows.hooks import HOOKS
 from flows.options import DEFAULT_OPTIONS, RunOptions
+from flows.presets import AS_GIVEN, completed, completed_options
 from flows.raw_sources import input_files
 from flows.reporting import publish_card
 from flows.stage_run import stage_run
@@ -15,8 +18,21 @@ DEFAULTS = IngestConfig()
 
 
 @flow(name="ingest", persist_result=True, **HOOKS)
-def ingest(cfg: IngestConfig = DEFAULTS, options: RunOptions = DEFAULT_OPTIONS) -> str:
-    """Validate preference pairs, yours or the demo world's, and return the path of the dataset."""
+def ingest(
+    cfg: Annotated[IngestConfig, AS_GIVEN] = DEFAULTS,
+    options: RunOptions = DEFAULT_OPTIONS,
+    preset: str | None = None,
+) -> str:
+    """Validate preference pairs, yours or the demo world's, and return the path of the dataset.
+
+    Args:
+        cfg: Settings; what is left out comes from the preset.
+        options: How it is run; nothing here changes the result.
+        preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
+            `demo`; without it the defaults do.
+    """
+    cfg = completed(IngestConfig, cfg, preset)
+    options = completed_options(options, preset)
     with stage_run("ingest", cfg, options) as run:
         if run.is_needed:
             from tasks.ingest import ingest_pairs_task

@@ -9,7 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from prefect.runtime import flow_run
+from prefect.utilities.urls import url_for
 
+from flows.environment import is_temporary
 from flows.monitor import StageOutcome
 from flows.options import RunOptions
 from flows.prepare import Prepared
@@ -73,9 +75,25 @@ def _common_tags(options: RunOptions) -> dict[str, str | None]:
     return {
         "mlflow.parentRunId": options.pipeline_run_id,
         "pipeline.run_id": options.pipeline_run_id,
-        "prefect.flow_run_id": flow_run.id,
         "git.commit": git_commit(),
+        **prefect_tags(),
     }
+
+
+def prefect_tags() -> dict[str, str | None]:
+    """Return the tags that lead from an MLflow run to its Prefect run.
+
+    The page of a temporary server is gone with it, so only a lasting one is linked; MLflow shows
+    the note as the run's description.
+    """
+    tags: dict[str, str | None] = {"prefect.flow_run_id": flow_run.id}
+    url = None
+    if flow_run.id is not None and not is_temporary():
+        url = url_for("flow-run", obj_id=flow_run.id)
+    if url is not None:
+        name = f"Prefect run {flow_run.name}"
+        tags |= {"prefect.flow_run_url": url, "mlflow.note.content": f"[{name}]({url})"}
+    return tags
 
 
 @contextmanager

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import flow
 
 from flows.hooks import HOOKS
 from flows.options import DEFAULT_OPTIONS, RunOptions
+from flows.presets import AS_GIVEN, completed, completed_options
 from flows.stage_run import stage_run
 from tasks.config import OfflinePPOConfig
 
@@ -14,13 +17,26 @@ DEFAULTS = OfflinePPOConfig()
 
 @flow(name="offline-ppo", persist_result=True, **HOOKS)
 def train_offline_ppo(
-    cfg: OfflinePPOConfig = DEFAULTS,
+    cfg: Annotated[OfflinePPOConfig, AS_GIVEN] = DEFAULTS,
     preferences: str = "latest",
     reward_model: str = "latest",
     base: str = "latest",
     options: RunOptions = DEFAULT_OPTIONS,
+    preset: str | None = None,
 ) -> str:
-    """Align the base model by offline PPO and return the policy's path."""
+    """Align the base model by offline PPO and return the policy's path.
+
+    Args:
+        cfg: Settings; what is left out comes from the preset.
+        preferences: Dataset: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        reward_model: Reward model: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        base: Base model: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        options: How it is run; nothing here changes the result.
+        preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
+            `demo`; without it the defaults do.
+    """
+    cfg = completed(OfflinePPOConfig, cfg, preset)
+    options = completed_options(options, preset)
     with stage_run(
         "offline_ppo",
         cfg,

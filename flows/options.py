@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from tasks.config import Section, TrackingConfig
+from tasks.config import PositiveInt, Section, TrackingConfig
 
 
 class RunOptions(Section):
@@ -17,7 +17,13 @@ class RunOptions(Section):
         False,
         description="Answer with a finished artefact of the same fingerprint, if there is one.",
     )
-    tracking: TrackingConfig = TrackingConfig()
+    tracking: TrackingConfig = Field(
+        TrackingConfig(), description="Where the run is recorded; the preset's where not given."
+    )
+    timeout_seconds: PositiveInt | None = Field(
+        None,
+        description="After this time the stage ends as failed; it continues from its checkpoint.",
+    )
     pipeline_run_id: str | None = Field(
         None, description="MLflow run of the chain that this stage belongs to."
     )

@@ -56,7 +56,8 @@ def publish_card(artifact: Artifact) -> None:
         create_markdown_artifact(text, key=_key(artifact.manifest.stage, "card"))
 
 
-def publish_chain(outcomes: Mapping[str, StageOutcome]) -> None:
-    """Show the stages of a chain as a table."""
+def publish_chain(summary: str, outcomes: Mapping[str, StageOutcome]) -> None:
+    """Show the stages of a chain as a table, and its summary as a page."""
     if FlowRunContext.get() is not None and outcomes:
         create_table_artifact(table=chain_rows(outcomes), key="rlhf-pipeline-result")
+        create_markdown_artifact(summary, key="rlhf-pipeline-summary")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import flow
 
 from flows.hooks import HOOKS
 from flows.options import DEFAULT_OPTIONS, RunOptions
+from flows.presets import AS_GIVEN, completed, completed_options
 from flows.stage_run import stage_run
 from tasks.config import RewardModelConfig
 
@@ -14,12 +17,24 @@ DEFAULTS = RewardModelConfig()
 
 @flow(name="reward-model", persist_result=True, **HOOKS)
 def train_reward_model(
-    cfg: RewardModelConfig = DEFAULTS,
+    cfg: Annotated[RewardModelConfig, AS_GIVEN] = DEFAULTS,
     preferences: str = "latest",
     base: str = "latest",
     options: RunOptions = DEFAULT_OPTIONS,
+    preset: str | None = None,
 ) -> str:
-    """Train the reward model and return its path."""
+    """Train the reward model and return its path.
+
+    Args:
+        cfg: Settings; what is left out comes from the preset.
+        preferences: Dataset: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        base: Base model: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        options: How it is run; nothing here changes the result.
+        preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
+            `demo`; without it the defaults do.
+    """
+    cfg = completed(RewardModelConfig, cfg, preset)
+    options = completed_options(options, preset)
     with stage_run("reward_model", cfg, options, preferences=preferences, base=base) as run:
         if run.is_needed:
             from tasks import reward_model as stage

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import flow
 
 from flows.chain import chain_run
@@ -10,6 +12,7 @@ from flows.evaluate import evaluate
 from flows.hooks import HOOKS
 from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
+from flows.presets import AS_GIVEN, completed
 from flows.reward_model import train_reward_model
 from flows.sft import sft
 from tasks.config import PipelineConfig, Stage
@@ -18,12 +21,23 @@ DEFAULTS = PipelineConfig()
 
 
 @flow(name="rlhf-pipeline", persist_result=True, **HOOKS)
-def rlhf_pipeline(cfg: PipelineConfig = DEFAULTS, rerun_from: Stage | None = None) -> str:
+def rlhf_pipeline(
+    cfg: Annotated[PipelineConfig, AS_GIVEN] = DEFAULTS,
+    rerun_from: Stage | None = None,
+    preset: str | None = None,
+) -> str:
     """Run all stages one after another and return the path of the evaluation report.
 
     Each hands the next the path of its artefact. A stage whose artefact exists with the same
     fingerprint is reused, unless ``cfg.reuse`` is off or the stage is ``rerun_from`` or after it.
+
+    Args:
+        cfg: Settings of all stages; what is left out comes from the preset.
+        rerun_from: This stage and all after it run even if they are finished.
+        preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
+            `demo`; without it the defaults do.
     """
+    cfg = completed(PipelineConfig, cfg, preset)
     with chain_run(cfg, rerun_from) as chain:
         preferences = ingest(cfg.ingest, chain.options("ingest"))
         base = sft(cfg.sft, preferences, chain.options("sft"))

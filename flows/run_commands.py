@@ -11,19 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows.cli_errors import FAILURE as _FAILURE
+from flows.cli_options import AsJson, Debug, Experiment, TrackingUri
 from tasks.config import STAGES, TrackingConfig
 from tasks.errors import ConfigError
 from tasks.workspace import Workspace
 
-_FAILURE = 1
 _STAGE_LIST = ", ".join(STAGES)
 
-Debug = Annotated[bool, typer.Option("--debug", help="Show logs and tracebacks.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-TrackingUri = Annotated[
-    str | None, typer.Option(help="MLflow address; default: the workspace's database.")
-]
-Experiment = Annotated[str, typer.Option(help="MLflow experiment.")]
 Why = Annotated[str, typer.Option(help="The reason; it becomes a tag of the version.")]
 
 # Turns errors into one message and an exit code; given whether to show tracebacks.

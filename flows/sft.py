@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from prefect import flow
 
 from flows.hooks import HOOKS
 from flows.options import DEFAULT_OPTIONS, RunOptions
+from flows.presets import AS_GIVEN, completed, completed_options
 from flows.stage_run import stage_run
 from tasks.config import SftConfig
 
@@ -14,11 +17,22 @@ DEFAULTS = SftConfig()
 
 @flow(name="sft", persist_result=True, **HOOKS)
 def sft(
-    cfg: SftConfig = DEFAULTS,
+    cfg: Annotated[SftConfig, AS_GIVEN] = DEFAULTS,
     preferences: str = "latest",
     options: RunOptions = DEFAULT_OPTIONS,
+    preset: str | None = None,
 ) -> str:
-    """Fit the base model on the stored responses, or publish it unchanged; return its path."""
+    """Fit the base model on the stored responses, or publish it unchanged; return its path.
+
+    Args:
+        cfg: Settings; what is left out comes from the preset.
+        preferences: Dataset: latest, runs:/ID, models:/NAME@ALIAS, upstream:REF or a path.
+        options: How it is run; nothing here changes the result.
+        preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
+            `demo`; without it the defaults do.
+    """
+    cfg = completed(SftConfig, cfg, preset)
+    options = completed_options(options, preset)
     with stage_run("sft", cfg, options, preferences=preferences) as run:
         if run.is_needed:
             from tasks.sft import train_base

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from prefect.utilities.timeout import timeout
+
 from flows.mlflow_run import link_result, record_outcome, refusal_recorded, settle, tracked
 from flows.monitor import StageOutcome, current_monitor
 from flows.options import RunOptions
@@ -22,7 +24,7 @@ from tasks.artifacts import (
 )
 from tasks.config import Stage, StageConfig
 from tasks.context import StageContext
-from tasks.errors import MissingInputError
+from tasks.errors import MissingInputError, StageTimeoutError
 from tasks.run_log import run_logger
 from tasks.tracking import Tracker, connect
 from tasks.workspace import Workspace
@@ -144,10 +146,38 @@ def stage_run(
             tracked(tracker, workspace, prepared, options) as context,
         ):
             run = StageRun(prepared, context)
-            yield run
+            with time_limit(stage, options.timeout_seconds):
+                yield run
             link_result(tracker, run.artifact)
     seconds = time.monotonic() - started_at
     _record(tracker, options, run, seconds, is_reused=reused is not None)
+
+
+class _TimeUp(TimeoutError):
+    """Told apart from whatever else times out in a stage."""
+
+
+@contextmanager
+def time_limit(stage: Stage, seconds: int | None) -> Iterator[None]:
+    """End the block after some time.
+
+    Raises:
+        StageTimeoutError: it took longer.
+    """
+    started_at = time.monotonic()
+    try:
+        with timeout(seconds, timeout_exc_type=_TimeUp):
+            yield
+    except Exception as error:
+        # Compiled code that is interrupted may turn what interrupts it into an error of its own.
+        is_late = seconds is not None and time.monotonic() - started_at >= seconds
+        if not isinstance(error, _TimeUp) and not is_late:
+            raise
+        raise StageTimeoutError(
+            f"Stage {stage} took longer than its timeout of {seconds} s",
+            "",
+            "start it again, which continues from the last checkpoint, or raise the timeout",
+        ) from error
 
 
 def _record(

@@ -138,10 +138,16 @@ class SftConfig(StageConfig):
         True, description="Off: the model is used as it is, for instance an instruct model."
     )
     model: ModelConfig = ModelConfig()
-    responses: Literal["both", "chosen"] = "both"
-    epochs: PositiveFloat = 1.0
-    max_steps: PositiveInt | None = None
-    batch_pairs: PositiveInt = 32
+    responses: Literal["both", "chosen"] = Field(
+        "both", description="both: the policy that wrote the data; chosen: its better half."
+    )
+    epochs: PositiveFloat = Field(
+        1.0, description="Passes over the training pairs, unless max_steps ends them."
+    )
+    max_steps: PositiveInt | None = Field(None, description="Most optimizer steps.")
+    batch_pairs: PositiveInt = Field(
+        32, description="Pairs of one optimizer step, all ranks together."
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     rendering: RenderingConfig = RenderingConfig()
@@ -166,7 +172,7 @@ class TrackingConfig(Section):
     tracking_uri: str | None = setting(
         None, description="MLflow address; null is the workspace's database."
     )
-    experiment: str = setting("rlhf-flows")
+    experiment: str = setting("rlhf-flows", description="MLflow experiment.")
     system_metrics_seconds: PositiveFloat | None = setting(
         10.0, description="How often load, memory, disk and network are recorded; null is never."
     )
@@ -175,8 +181,11 @@ class TrackingConfig(Section):
 class PipelineConfig(Section):
     """The chain."""
 
-    name: str = setting("rlhf", min_length=1)
+    name: str = setting("rlhf", min_length=1, description="Name of the MLflow run of the chain.")
     reuse: bool = setting(True, description="Reuse a stage whose fingerprint exists and verifies.")
+    stage_timeout_seconds: PositiveInt | None = setting(
+        None, description="A stage that takes longer ends as failed; a retry continues it."
+    )
     tracking: TrackingConfig = TrackingConfig()
     ingest: IngestConfig = IngestConfig()
     sft: SftConfig = SftConfig()

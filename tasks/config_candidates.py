@@ -15,9 +15,11 @@ class CandidatesConfig(Section):
     exactly."""
 
     per_prompt: int = Field(0, ge=0, description="Candidate responses per prompt; 0 is off.")
-    temperature: PositiveFloat = 1.0
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    max_new_tokens: PositiveInt = 64
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Nucleus: share of the probability that is sampled from."
+    )
+    max_new_tokens: PositiveInt = Field(64, description="Longest candidate.")
     batch_size: PositiveInt = setting(128, description="Responses generated at a time.")
     chunk_prompts: PositiveInt = Field(
         64, description="Prompts after which the responses are stored and the temperature is set."
@@ -34,8 +36,10 @@ class CandidatesConfig(Section):
         description="Lower the temperature for the next chunk where the KL divergence per token of "
         "what was sampled from, from the model at temperature 1, exceeds this.",
     )
-    temperature_scale: float = Field(0.9, gt=0.0, lt=1.0)
-    min_temperature: PositiveFloat = 1.0
+    temperature_scale: float = Field(
+        0.9, gt=0.0, lt=1.0, description="Factor on the temperature when kl_bound is exceeded."
+    )
+    min_temperature: PositiveFloat = Field(1.0, description="Where that ends.")
 
     @model_validator(mode="after")
     def _check_pattern(self) -> Self:

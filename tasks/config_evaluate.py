@@ -102,22 +102,26 @@ class JudgingConfig(Section):
         description="reference_answer/*.jsonl in FastChat's format, for questions without their "
         "own reference.",
     )
-    reference_categories: tuple[str, ...] = ("math", "reasoning", "coding")
+    reference_categories: tuple[str, ...] = Field(
+        ("math", "reasoning", "coding"), description="Categories that are judged with a reference."
+    )
     pairwise: bool = Field(False, description="Also compare with the base model, in both orders.")
     repeats: PositiveInt = Field(1, description="Judgments of each answer.")
     rating_attempts: PositiveInt = Field(2, description="Asked again where no rating is found.")
-    temperature: float = Field(0.0, ge=0.0)
-    max_new_tokens: PositiveInt = 1024
+    temperature: float = Field(0.0, ge=0.0, description="Of the judge; 0 is greedy.")
+    max_new_tokens: PositiveInt = Field(1024, description="Longest judgment.")
     max_prompt_tokens: PositiveInt = Field(
         4096, description="Judge `transformers`: an answer that does not fit is not judged."
     )
-    batch_size: PositiveInt = setting(8)
+    batch_size: PositiveInt = setting(8, description="Judge `transformers`: judgments at a time.")
 
 
 class AnswersConfig(Section):
     """Who writes the answers to the questions."""
 
-    backend: Literal["transformers", "openai"] = "transformers"
+    backend: Literal["transformers", "openai"] = Field(
+        "transformers", description="The chain's own models, or servers."
+    )
     endpoint: EndpointConfig = EndpointConfig()
     served: dict[str, str] = Field(
         {},
@@ -203,12 +207,14 @@ class EvaluateConfig(StageConfig):
         description="'demo', a question.jsonl in FastChat's format, or the hub data set "
         "HuggingFaceH4/mt_bench_prompts.",
     )
-    judge: Literal["reward_model", "openai", "transformers"] = "reward_model"
+    judge: Literal["reward_model", "openai", "transformers"] = Field(
+        "reward_model", description="Who scores the answers."
+    )
     judging: JudgingConfig = JudgingConfig()
     answers: AnswersConfig = AnswersConfig()
     gate: GateConfig = GateConfig()
     promotion: PromotionConfig = setting(PromotionConfig())
-    max_questions: PositiveInt | None = None
+    max_questions: PositiveInt | None = Field(None, description="Only the first ones.")
     generation: GenerationConfig = GenerationConfig()
     category_temperatures: dict[str, Annotated[float, Field(ge=0.0)]] = Field(
         {

@@ -22,7 +22,7 @@ RowForm = Literal["auto", "hh", "prompt", "messages", "scored", "verl"]
 class DemoWorldConfig(Section):
     """The synthetic preference world behind ``ingest.source: demo``."""
 
-    n_pairs: PositiveInt = 4000
+    n_pairs: PositiveInt = Field(4000, description="Pairs of the demo world.")
     flip_rate: float = Field(
         0.1, ge=0.0, lt=0.5, description="Share of pairs whose label is wrong on purpose."
     )
@@ -70,8 +70,8 @@ class SplitConfig(Section):
 class LengthLimitsConfig(Section):
     """Lengths in characters above which a row is too long; null is no limit."""
 
-    max_prompt_chars: PositiveInt | None = None
-    max_response_chars: PositiveInt | None = None
+    max_prompt_chars: PositiveInt | None = Field(None, description="Of the prompt.")
+    max_response_chars: PositiveInt | None = Field(None, description="Of either response.")
 
 
 class TokenColumnsConfig(Section):
@@ -94,8 +94,10 @@ class IngestConfig(StageConfig):
     )
     format: RowForm = Field("auto", description="Format of the rows of `source`.")
     demo: DemoWorldConfig = DemoWorldConfig()
-    validation_share: Share = 0.1
-    test_share: Share = 0.1
+    validation_share: Share = Field(
+        0.1, description="Share of the groups that choose hyperparameters and checkpoints."
+    )
+    test_share: Share = Field(0.1, description="Share of the groups that only measure.")
     splits: SplitConfig = SplitConfig()
     deduplicate: Literal["normalized", "exact", "none"] = Field(
         "normalized",
@@ -108,11 +110,13 @@ class IngestConfig(StageConfig):
         "all others dropped.",
     )
     limits: LengthLimitsConfig = LengthLimitsConfig()
-    tokens: TokenColumnsConfig | None = None
+    tokens: TokenColumnsConfig | None = Field(
+        None, description="Also write token ids, for programs of your own."
+    )
     max_quarantine_share: float = Field(
         0.2, ge=0.0, le=1.0, description="Above this the source counts as broken."
     )
-    rows_per_group: PositiveInt = 10_000
+    rows_per_group: PositiveInt = Field(10_000, description="Rows of one Parquet row group.")
     workers: PositiveInt | None = setting(
         None, description="Processes that parse; null: one for each core."
     )

@@ -35,8 +35,10 @@ class BehaviorConfig(Section):
         description="reference: the base model; cloned: two-fold cross-fitted behaviour cloning; "
         "logged: the log-probabilities that the source gives with each response.",
     )
-    clone_epochs: PositiveFloat = 1.0
-    clone_batch_pairs: PositiveInt = 32
+    clone_epochs: PositiveFloat = Field(
+        1.0, description="cloned: passes over each half of the data."
+    )
+    clone_batch_pairs: PositiveInt = Field(32, description="cloned: pairs of one optimizer step.")
     clone_optimizer: OptimizerConfig = OptimizerConfig()
 
 
@@ -62,10 +64,16 @@ class RewardConfig(Section):
         "say which components take part.",
     )
     function_path: str | None = Field(None, description="Python file with the reward function.")
-    function_name: str = "reward_fn"
-    normalize: Literal["standardize", "unit_range", "raw", "binary"] = "standardize"
-    clip: PositiveFloat = 5.0
-    center: Literal["none", "prompt"] = "none"
+    function_name: str = Field("reward_fn", description="Name of the function in that file.")
+    normalize: Literal["standardize", "unit_range", "raw", "binary"] = Field(
+        "standardize",
+        description="Of the score: standardize (by mean and deviation of the training scores), "
+        "unit_range (from -1 to 1), binary (above or below the mean), raw.",
+    )
+    clip: PositiveFloat = Field(5.0, description="Bound of the standardized score.")
+    center: Literal["none", "prompt"] = Field(
+        "none", description="prompt: subtract the mean over the responses of a prompt."
+    )
     missing_end_penalty: float = Field(
         0.0, ge=0.0, description="Taken from the reward of a response that never ends its turn."
     )
@@ -73,7 +81,9 @@ class RewardConfig(Section):
     kl_target: PositiveFloat | None = Field(
         None, description="Adapt kl_coef towards this KL per token."
     )
-    kl_horizon: PositiveInt = 10_000
+    kl_horizon: PositiveInt = Field(
+        10_000, description="Responses over which kl_coef follows kl_target."
+    )
 
     @model_validator(mode="after")
     def _check_components(self) -> RewardConfig:
@@ -121,13 +131,19 @@ class RewardConfig(Section):
 class AdvantageConfig(Section):
     """How rewards become advantages."""
 
-    estimator: Literal["group", "rloo", "gae", "reinforce_pp"] = "group"
+    estimator: Literal["group", "rloo", "gae", "reinforce_pp"] = Field(
+        "group",
+        description="Baseline: group (mean of the prompt's responses), rloo (mean of its other "
+        "responses), gae (a critic), reinforce_pp (the batch).",
+    )
     normalize_std: bool = Field(
         True, description="Divide the group advantage by the group's standard deviation."
     )
-    gamma: float = Field(1.0, gt=0.0, le=1.0)
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = 0.95
-    whiten: bool = False
+    gamma: float = Field(1.0, gt=0.0, le=1.0, description="Discount per token.")
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = Field(
+        0.95, description="adaptive: 0.95 + 0.03 (1 - variance ratio)."
+    )
+    whiten: bool = Field(False, description="To mean 0 and deviation 1 over the batch.")
     control_variate: ControlVariateConfig = ControlVariateConfig()
 
     @model_validator(mode="after")
@@ -145,7 +161,9 @@ class CriticConfig(Section):
     """The value function, used by ``estimator: gae`` only."""
 
     warmup_steps: PositiveInt = Field(40, description="Steps on returns with the policy frozen.")
-    value_clip: PositiveFloat = 0.2
+    value_clip: PositiveFloat = Field(
+        0.2, description="How far a value may move from the one that it started with."
+    )
     force: bool = Field(
         False, description="Go on although the warmed-up critic explains no variance."
     )
@@ -155,26 +173,38 @@ class CriticConfig(Section):
 class ImportanceConfig(Section):
     """Truncated weights between the frozen proximal and the behaviour policy."""
 
-    level: Literal["sequence", "geometric", "token"] = "sequence"
-    cap: float = Field(2.0, ge=1.0)
+    level: Literal["sequence", "geometric", "token"] = Field(
+        "sequence", description="What one weight belongs to."
+    )
+    cap: float = Field(
+        2.0, ge=1.0, description="Largest weight of a response with positive advantage."
+    )
 
 
 class PolicyLossConfig(Section):
     """Options of the policy losses; which one is used is `policy_loss`."""
 
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    clip_low: float = Field(
+        0.2, gt=0.0, lt=1.0, description="Ratios below 1 - clip_low are clipped."
+    )
     clip_high: float = Field(0.2, gt=0.0, description="Also the clip of a_lol.")
     dual_clip: float = Field(3.0, gt=1.0, description="Bound of the loss for negative advantages.")
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    entropy_coef: float = Field(0.0, ge=0.0)
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="How the loss is averaged over tokens and responses."
+    )
+    entropy_coef: float = Field(0.0, ge=0.0, description="Bonus per nat of entropy.")
     kl_coef: float = Field(
         0.0, ge=0.0, description="KL from the base as a loss, per nat and token; 0 is off."
     )
     kl_kind: Literal["k1", "k2", "k3"] = Field(
         "k2", description="Estimator of that KL; k2 has the gradient of the KL itself."
     )
-    dpo_beta: PositiveFloat = 0.1
-    dpo_label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    dpo_beta: PositiveFloat = Field(
+        0.1, description="Policy loss dpo: strength of the pull to the base."
+    )
+    dpo_label_smoothing: float = Field(
+        0.0, ge=0.0, lt=0.5, description="Policy loss dpo: assumed share of wrong labels."
+    )
 
     @model_validator(mode="after")
     def _check_dual_clip(self) -> Self:
@@ -189,7 +219,7 @@ class HeldOutReportConfig(Section):
     """The policy against the base, when it is done."""
 
     prompts: int = Field(200, ge=0, description="Prompts of the test split; 0 leaves it out.")
-    max_new_tokens: PositiveInt = 64
+    max_new_tokens: PositiveInt = Field(64, description="Longest answer.")
 
 
 class OfflinePPOConfig(StageConfig):
@@ -200,8 +230,10 @@ class OfflinePPOConfig(StageConfig):
         description="ppo: clipped surrogate around the re-anchored policy; topr, a_lol and "
         "positives_only: weighted likelihood; dpo: the labels alone, no reward.",
     )
-    steps: PositiveInt = 80
-    batch_prompts: PositiveInt = 64
+    steps: PositiveInt = Field(80, description="Optimizer steps.")
+    batch_prompts: PositiveInt = Field(
+        64, description="Prompts of one step, with all their responses."
+    )
     reanchor_steps: int = Field(
         8, ge=0, description="Steps between snapshots of the proximal policy; 0 never moves it."
     )

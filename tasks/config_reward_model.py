@@ -36,7 +36,9 @@ class RewardComponentConfig(Section):
 class PairLossConfig(Section):
     """Terms of the Bradley-Terry loss."""
 
-    label_smoothing: float = Field(0.0, ge=0.0, lt=0.5)
+    label_smoothing: float = Field(
+        0.0, ge=0.0, lt=0.5, description="Assumed share of wrong labels in the loss."
+    )
     center_coef: float = Field(
         0.0, ge=0.0, description="Weight of (r_chosen + r_rejected)^2: pins the offset."
     )
@@ -98,9 +100,13 @@ class RewardModelConfig(StageConfig):
         False,
         description="Train the value head alone, on states of the base that are computed once.",
     )
-    epochs: PositiveFloat = 1.0
-    max_steps: PositiveInt | None = None
-    batch_pairs: PositiveInt = 32
+    epochs: PositiveFloat = Field(
+        1.0, description="Passes over the training pairs, unless max_steps ends them."
+    )
+    max_steps: PositiveInt | None = Field(None, description="Most optimizer steps of a member.")
+    batch_pairs: PositiveInt = Field(
+        32, description="Pairs of one optimizer step, all ranks together."
+    )
     loss: PairLossConfig = PairLossConfig()
     noise: LabelNoiseConfig = LabelNoiseConfig()
     held_out: HeldOutConfig = HeldOutConfig()

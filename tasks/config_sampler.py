@@ -64,7 +64,9 @@ class SequenceThresholdConfig(Section):
     """Drop a response for the step whose geometric-mean ratio to the behaviour policy is outside
     1 / tau to tau."""
 
-    mode: Literal["off", "fixed", "adaptive"] = "off"
+    mode: Literal["off", "fixed", "adaptive"] = Field(
+        "off", description="off, a fixed threshold, or one that adapts to a target."
+    )
     tau: float = Field(1.5, ge=1.0, le=1e8, description="The threshold of mode fixed.")
     tau_min: float = Field(1.05, ge=1.0, le=1e8, description="Lower bound of mode adaptive.")
     tau_max: float = Field(4.0, ge=1.0, le=1e8, description="Upper bound of mode adaptive.")

@@ -39,27 +39,37 @@ class StageConfig(Section):
 class OptimizerConfig(Section):
     """AdamW with a warm-up and a constant or cosine schedule."""
 
-    learning_rate: PositiveFloat = 1e-4
-    schedule: Literal["constant", "cosine"] = "cosine"
+    learning_rate: PositiveFloat = Field(1e-4, description="Peak of the schedule.")
+    schedule: Literal["constant", "cosine"] = Field(
+        "cosine", description="What follows the warm-up."
+    )
     warmup_share: Share = Field(0.05, description="Share of all steps spent warming up.")
     min_lr_share: Share = Field(0.0, description="Where the cosine ends, as a share of the peak.")
-    weight_decay: float = Field(0.0, ge=0.0)
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    clip_grad_norm: PositiveFloat = 1.0
+    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled, as in AdamW.")
+    betas: tuple[Share, Share] = Field(
+        (0.9, 0.999), description="Decay of the running mean and of the running square."
+    )
+    clip_grad_norm: PositiveFloat = Field(1.0, description="A longer gradient is cut to this norm.")
 
 
 class RuntimeConfig(Section):
     """Where and how verl workers run. The same fields serve a laptop and a GPU cluster."""
 
     ranks: PositiveInt = Field(1, description="Data-parallel workers.")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: GPUs where there are enough of them."
+    )
     dtype: Literal["fp32", "bf16"] = Field("fp32", description="Compute; master weights are fp32.")
-    attention: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    attention: Literal["sdpa", "flash_attention_2"] = Field(
+        "sdpa", description="flash_attention_2 needs the package flash-attn."
+    )
     remove_padding: bool = Field(False, description="Pack rows instead of padding them.")
     share_prompts: bool = Field(
         True, description="Compute the prompt of several responses once, where the model allows it."
     )
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(
+        False, description="Compute activations twice to save memory."
+    )
     offload: bool = Field(False, description="Weights and optimizer state in host memory.")
     tokens_per_micro_batch: PositiveInt = Field(
         16384, description="Padded tokens of one micro-batch per rank."
@@ -70,7 +80,9 @@ class RuntimeConfig(Section):
     ray_address: str | None = setting(
         None, description="host:port or 'auto' of a running cluster; null starts one."
     )
-    ray_start_timeout_seconds: PositiveInt = setting(30)
+    ray_start_timeout_seconds: PositiveInt = setting(
+        30, description="How long to wait for ray_address."
+    )
     cpu_threads: PositiveInt = setting(2, description="Torch threads, shared by CPU ranks.")
 
     @model_validator(mode="after")
@@ -86,8 +98,12 @@ class RuntimeConfig(Section):
 class RenderingConfig(Section):
     """Limits of the one renderer that every stage uses."""
 
-    max_prompt_tokens: PositiveInt = 512
-    max_response_tokens: PositiveInt = 256
+    max_prompt_tokens: PositiveInt = Field(
+        512, description="A longer prompt loses its oldest turns."
+    )
+    max_response_tokens: PositiveInt = Field(
+        256, description="A longer response leaves its pair out."
+    )
     truncate_response: bool = Field(
         False, description="Cut an over-long response instead of leaving its pair out."
     )
@@ -96,11 +112,11 @@ class RenderingConfig(Section):
 class TinyModelConfig(Section):
     """A Llama built from scratch, with a tokenizer trained on the ingested text."""
 
-    hidden_size: PositiveInt = 128
-    n_layers: PositiveInt = 2
-    n_heads: PositiveInt = 4
-    vocab_size: PositiveInt = 512
-    max_position_embeddings: PositiveInt = 1024
+    hidden_size: PositiveInt = Field(128, description="Width.")
+    n_layers: PositiveInt = Field(2, description="Decoder layers.")
+    n_heads: PositiveInt = Field(4, description="Attention heads.")
+    vocab_size: PositiveInt = Field(512, description="Entries of the tokenizer.")
+    max_position_embeddings: PositiveInt = Field(1024, description="Longest row in tokens.")
 
     @model_validator(mode="after")
     def _check_heads(self) -> Self:
@@ -127,24 +143,28 @@ class GenerationConfig(Section):
     """Sampling."""
 
     temperature: float = Field(1.0, ge=0.0, description="0 is greedy.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    max_new_tokens: PositiveInt = 64
-    batch_size: PositiveInt = setting(128)
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Nucleus: share of the probability that is sampled from."
+    )
+    max_new_tokens: PositiveInt = Field(64, description="Longest answer.")
+    batch_size: PositiveInt = setting(128, description="Prompts at a time.")
 
 
 class CheckpointConfig(Section):
     """How often training state is written, so that a killed run continues."""
 
-    save_every_steps: PositiveInt = setting(50)
+    save_every_steps: PositiveInt = setting(50, description="Steps between checkpoints.")
     keep: PositiveInt = setting(2, description="Complete checkpoints kept on disk.")
 
 
 class LoraConfig(Section):
     """A low-rank adapter (Hu et al., 2021)."""
 
-    rank: PositiveInt = 16
-    alpha: PositiveInt = 32
-    target_modules: str | tuple[str, ...] = "all-linear"
+    rank: PositiveInt = Field(16, description="Rank of the update.")
+    alpha: PositiveInt = Field(32, description="The update is scaled by alpha / rank.")
+    target_modules: str | tuple[str, ...] = Field(
+        "all-linear", description="Names of the adapted layers, or all-linear."
+    )
 
 
 def check_shares(field: str, units: int, runtime: RuntimeConfig) -> None:

@@ -76,6 +76,12 @@ class ClusterError(RlhfError, ConnectionError):
     __str__ = RlhfError.__str__
 
 
+class StageTimeoutError(RlhfError, TimeoutError):
+    """A stage that took longer than it was given; its checkpoints are kept."""
+
+    __str__ = RlhfError.__str__
+
+
 class TrainingError(RlhfError, ArithmeticError):
     """Training that went wrong: a non-finite loss, a dead gradient, a worker that disagrees with
     its checkpoint."""

@@ -1,5 +1,5 @@
 """Artefacts, runs and versions by string: ``latest``, ``runs:/<id>``, ``models:/<name>@<alias>``,
-``models:/<name>/<version>`` or a path."""
+``models:/<name>/<version>``, a path, or ``upstream:`` and one of these."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tasks.artifacts import Artifact, load_artifact
+from tasks.artifacts import KINDS, Artifact, ParentRef, load_artifact, read_manifest
 from tasks.errors import MissingInputError
 from tasks.model_registry import Registry, StudentVersion
 from tasks.tracking import PIPELINE, RunRecord, Tracker
@@ -16,6 +16,7 @@ from tasks.tracking import PIPELINE, RunRecord, Tracker
 LATEST = "latest"
 RUNS = "runs:/"
 MODELS = "models:/"
+UPSTREAM = "upstream:"
 _RUN_ID: Final = re.compile(r"[0-9a-f]{32}")
 
 A = TypeVar("A", bound=Artifact)
@@ -28,7 +29,8 @@ def resolve_reference(tracker: Tracker, ref: str, stage: str, kind: type[A]) -> 
         tracker: the experiment to look in.
         ref: ``latest`` (the newest FINISHED run of ``stage``), ``runs:/<id>`` (a stage's run, or a
             pipeline run, which stands for its ``stage``), ``models:/<name>@<alias>``,
-            ``models:/<name>/<version>``, or a path.
+            ``models:/<name>/<version>``, a path, or ``upstream:<ref>`` (what the artefact behind
+            ``ref`` stands on).
         stage: which stage makes it.
         kind: what it must be.
 
@@ -54,6 +56,9 @@ def locate(tracker: Tracker, ref: str, stage: str) -> Path:
         MissingInputError: MLflow knows no such run, model or alias.
     """
     text = ref.strip()
+    if text.startswith(UPSTREAM):
+        start = locate(tracker, text.removeprefix(UPSTREAM), stage)
+        return _upstream_path(start, ref, stage)
     if text == LATEST:
         run = tracker.latest_finished(stage)
         if run is None:
@@ -131,6 +136,30 @@ def registered_version(tracker: Tracker, ref: str) -> tuple[Registry, StudentVer
             "give the number of a version",
         )
     return registry, found
+
+
+def _upstream_path(start: Path, ref: str, stage: str) -> Path:
+    """Walk from an artefact up to the nearest one that ``stage`` made, itself included."""
+    level, seen = [start], {start}
+    while level:
+        manifests = {path: read_manifest(path) for path in level}
+        for path, manifest in manifests.items():
+            if manifest.stage == stage:
+                return path
+        parents = [parent for found in manifests.values() for parent in found.parents.values()]
+        level = [path for path in map(_artifact_dir, parents) if path is not None]
+        level = [path for path in dict.fromkeys(level) if path not in seen]
+        seen.update(level)
+    raise MissingInputError(
+        f"Reference {ref!r}: {start} stands on no artefact of {stage}",
+        f"one that has a {stage} among its upstreams",
+        "give another reference; `rlhf lineage` shows what an artefact stands on",
+    )
+
+
+def _artifact_dir(parent: ParentRef) -> Path | None:
+    """Return where an upstream artefact lies; None for a raw file or model."""
+    return Path(parent.path) if parent.kind in KINDS else None
 
 
 def _artifact_path(tracker: Tracker, run: RunRecord, ref: str, stage: str) -> Path:

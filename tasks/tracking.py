@@ -177,9 +177,17 @@ class Tracker:
             client.log_batch(trial_id, metrics=points, params=entries)
             client.set_terminated(trial_id)
 
-    def reopen(self, run_id: str) -> None:
-        """Set an ended run to RUNNING again, for a retry of the same Prefect flow run."""
+    def reopen(self, run_id: str, tags: Mapping[str, str] | None = None) -> None:
+        """Set an ended run to RUNNING again, for a retry of the same Prefect flow run.
+
+        Why it had ended moves from the tag ``failure`` to ``earlier_failure``.
+        """
+        failure = self.read_run(run_id).tags.get("failure")
+        earlier = {} if failure is None else {"earlier_failure": failure}
+        self.set_tags(run_id, {**(tags or {}), **earlier})
         with _translated(self.tracking_uri):
+            if failure is not None:
+                _client(self.tracking_uri).delete_tag(run_id, "failure")
             _client(self.tracking_uri).update_run(run_id, status="RUNNING")
 
     def finish(self, run_id: str, status: Status, failure: str | None = None) -> None:

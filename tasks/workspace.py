@@ -11,6 +11,7 @@ from pathlib import Path
 from tasks.errors import WorkspaceError
 
 HOME_VARIABLE = "RLHF_HOME"
+TRACKING_VARIABLE = "RLHF_TRACKING_URI"
 DEFAULT_HOME = "var"
 MIN_FREE_BYTES = 512 * 2**20
 FULL_BYTES = 2**20
@@ -50,9 +51,14 @@ class Workspace:
         return self.root / "summary.json"
 
     @property
-    def tracking_uri(self) -> str:
+    def database_uri(self) -> str:
         """Absolute address of the embedded MLflow database."""
         return f"sqlite:///{self.root / 'mlflow.db'}"
+
+    @property
+    def tracking_uri(self) -> str:
+        """MLflow address of runs that name none: ``$RLHF_TRACKING_URI``, else the database."""
+        return os.environ.get(TRACKING_VARIABLE) or self.database_uri
 
     @property
     def mlflow_artifacts_dir(self) -> Path:

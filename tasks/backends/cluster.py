@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from tasks.backends import worker_logs
 from tasks.config import RuntimeConfig
 from tasks.errors import ClusterError
 
@@ -83,13 +84,15 @@ def connect(runtime: RuntimeConfig) -> None:
     )
     options = {
         "include_dashboard": False,
-        "log_to_driver": False,
+        # The lines go to the run's log: see worker_logs.
+        "log_to_driver": True,
         "logging_level": "ERROR",
         "runtime_env": {"env_vars": worker_environment(device)},
     }
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     with _own_signal_handler():
         _start_or_join(runtime, options)
+    worker_logs.listen()
 
 
 def _start_or_join(runtime: RuntimeConfig, options: dict[str, Any]) -> None:

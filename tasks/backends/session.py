@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tasks.backends import cluster
+from tasks.backends import cluster, worker_logs
 from tasks.backends.logits_hooks import FLAG, LogitsHook
 from tasks.backends.roles import Batch, HostSpec, RoleSpec, Row
 from tasks.backends.row_batches import (
@@ -27,6 +27,7 @@ from tasks.config import RuntimeConfig
 from tasks.context import RunLog
 from tasks.errors import ConfigError, TrainingError
 from tasks.models.weights import list_weight_files
+from tasks.run_log import run_logger
 
 ROWS_PER_CALL = 1024
 # Rows of a model that takes a second for a few of them; what is done between calls can be told.
@@ -276,6 +277,7 @@ def open_session(runtime: RuntimeConfig, log: RunLog | None = None) -> Session:
         runtime: ranks, device and how roles are built.
         log: where the stage reports.
     """
+    worker_logs.forward_to(run_logger("session"))
     host = HostSpec.from_runtime(runtime, cluster.resolve_device(runtime))
     current = _live().get("session")
     if current is not None and current.host == host and not lost_ranks(current.group):

@@ -196,6 +196,8 @@ class RoleHost(Worker):  # type: ignore[misc]
         if shares_prompts(model, runtime):
             worker.engine.share_prompts()
         self.workers[spec.name] = worker
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        print(f"rank {rank} of {ranks}: role {spec.name} is {spec.model_dir}", flush=True)
         return plain_rows_reason(model, runtime)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

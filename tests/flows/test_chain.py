@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,9 @@ from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry
 
 from flows.monitor import StageOutcome, monitored
-from tasks.config import STAGES, IngestConfig
+from tasks.config import STAGES, IngestConfig, TrackingConfig
 from tasks.context import StageContext
-from tasks.errors import MissingInputError
+from tasks.errors import MissingInputError, StageTimeoutError
 from tasks.lineage import lineage_tree
 from tasks.references import locate
 from tasks.tracking import PIPELINE, RunRecord, Tracker
@@ -25,6 +27,12 @@ from tasks.workspace import Workspace
 pytestmark = pytest.mark.slow
 
 Run = Callable[..., str]
+
+
+def _dawdle(ctx: StageContext) -> None:
+    """Take 20 s in small pieces: beside pytest's own timer a sleep is not interrupted."""
+    for _ in range(200):
+        time.sleep(0.1)
 
 
 def _pipeline(tracker: Tracker) -> RunRecord:
@@ -153,6 +161,8 @@ def test_retry_of_a_failed_chain_skips_what_is_done(
         run_flow(chain_flow, flow_run=client.read_flow_run(mine.id))
     pipeline = _pipeline(tracker)
     assert (pipeline.run_id, pipeline.status) == (failed.run_id, "FINISHED")
+    assert pipeline.tags["earlier_failure"] == "RuntimeError: once"
+    assert "failure" not in pipeline.tags
     assert attempts == ["distill", "distill"]
     statuses = {stage: [r.status for r in tracker.find_runs({"stage": stage})] for stage in STAGES}
     assert statuses["offline_ppo"] == ["FINISHED"]
@@ -167,3 +177,39 @@ def test_artefact_that_was_edited_is_not_reused(run_chain: Run, tracker: Tracker
     with pytest.raises(Exception, match=r"payload\.bin has SHA-256"):
         run_chain()
     assert _pipeline(tracker).status == "FAILED"
+
+
+def test_orchestration_costs_at_most_three_seconds_a_stage(
+    run_chain: Run, mlflow_server: str
+) -> None:
+    """Stages that do nothing, on running servers: all of the time is orchestration."""
+    tracking = TrackingConfig(tracking_uri=mlflow_server, experiment="cost")
+    started = time.monotonic()
+    run_chain(tracking=tracking)
+    seconds = (time.monotonic() - started) / len(STAGES)
+    print(f"{seconds:.2f} s a stage")
+    assert seconds < 3.0
+
+
+def test_artefact_deleted_under_a_cached_stage_is_made_again(
+    run_chain: Run, tracker: Tracker
+) -> None:
+    run_chain()
+    before = _outcomes(tracker)
+    shutil.rmtree(before["sft"].artifact)
+    run_chain()
+    after = _outcomes(tracker)
+    ran = [stage for stage, outcome in after.items() if not outcome.reused]
+    # The same config, inputs and code give the same fingerprint, so that what stands on it stays.
+    assert ran == ["sft"]
+    assert after["sft"].fingerprint == before["sft"].fingerprint
+
+
+def test_timeout_of_a_stage_ends_the_chain(
+    run_chain: Run, tracker: Tracker, before_publishing: Any
+) -> None:
+    before_publishing("sft", _dawdle)
+    with pytest.raises(StageTimeoutError, match="Stage sft"):
+        run_chain(stage_timeout_seconds=1)
+    assert _pipeline(tracker).status == "FAILED"
+    assert [run.status for run in tracker.find_runs({"stage": "sft"})] == ["FAILED"]

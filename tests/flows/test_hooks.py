@@ -49,6 +49,9 @@ def test_running_run_of_the_flow_is_ended(
     tracker = connect(_OPTIONS.tracking, workspace)
     mine = tracker.start_run("sft", {"prefect.flow_run_id": flow_run_id}, {})
     other = tracker.start_run("sft", {"prefect.flow_run_id": "another"}, {})
+    stage = tracker.start_run("sft", {"pipeline.run_id": mine}, {})
+    done = tracker.start_run("ingest", {"pipeline.run_id": mine}, {})
+    tracker.finish(done, "FINISHED")
     with get_client(sync_client=True) as client:
         # The hook runs in another process, where parameters are what the server returns.
         flow_run = client.read_flow_run(flow_run_id)  # type: ignore[arg-type]
@@ -56,3 +59,7 @@ def test_running_run_of_the_flow_is_ended(
     ended = tracker.read_run(mine)
     assert (ended.status, ended.tags["failure"]) == (status, f"Prefect: {state.message}")
     assert tracker.read_run(other).status == "RUNNING"
+    # A stage of the chain died with it; one that was finished stays so.
+    assert tracker.read_run(stage).status == status
+    assert tracker.read_run(stage).tags["failure"] == f"Prefect: {state.message}"
+    assert tracker.read_run(done).status == "FINISHED"

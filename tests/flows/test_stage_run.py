@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from prefect.client.schemas.objects import FlowRun
 from flows.options import RunOptions
 from tasks.artifacts import PolicyCheckpoint, load_artifact, read_manifest
 from tasks.context import StageContext
-from tasks.errors import MissingInputError, TrainingError, WorkspaceError
+from tasks.errors import MissingInputError, StageTimeoutError, TrainingError, WorkspaceError
 from tasks.provenance import process_name, workspace_name
 from tasks.tracking import RunRecord, Tracker
 from tasks.workspace import Workspace
@@ -44,6 +45,12 @@ def _runs(tracker: Tracker, stage: str) -> list[RunRecord]:
 def _only_run(tracker: Tracker, stage: str) -> RunRecord:
     (run,) = _runs(tracker, stage)
     return run
+
+
+def _dawdle(ctx: StageContext) -> None:
+    """Take 20 s in small pieces: beside pytest's own timer a sleep is not interrupted."""
+    for _ in range(200):
+        time.sleep(0.1)
 
 
 def _checkpoints(workspace: Workspace, stage: str) -> list[Path]:
@@ -135,6 +142,43 @@ def test_interruption_marks_the_run_killed(
     with pytest.raises(KeyboardInterrupt):
         run_stage("ingest")
     assert _only_run(tracker, "ingest").status == "KILLED"
+
+
+def test_timeout_marks_the_run_failed_and_keeps_the_checkpoint(
+    run_stage: Run, tracker: Tracker, workspace: Workspace, before_publishing: Any
+) -> None:
+    before_publishing("ingest", _dawdle)
+    started = time.monotonic()
+    with pytest.raises(StageTimeoutError, match="Stage ingest took longer than its timeout of 1 s"):
+        run_stage("ingest", RunOptions(timeout_seconds=1))
+    assert time.monotonic() - started < 15
+    run = _only_run(tracker, "ingest")
+    assert run.status == "FAILED"
+    assert "continues from the last checkpoint" in run.tags["failure"]
+    assert len(_checkpoints(workspace, "ingest")) == 1
+
+
+def test_other_timeouts_of_a_stage_keep_their_name(run_stage: Run, before_publishing: Any) -> None:
+    def fail(ctx: StageContext) -> None:
+        raise TimeoutError("the store")
+
+    before_publishing("ingest", fail)
+    with pytest.raises(TimeoutError, match="the store"):
+        run_stage("ingest", RunOptions(timeout_seconds=60))
+
+
+def test_mlflow_leads_back_to_a_lasting_prefect_server(
+    run_stage: Run, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_stage("ingest")
+    tags = _only_run(tracker, "ingest").tags
+    url = tags["prefect.flow_run_url"]
+    assert url.endswith(f"/runs/flow-run/{tags['prefect.flow_run_id']}")
+    assert tags["mlflow.note.content"].endswith(f"]({url})")
+    # The page of a temporary server would be gone.
+    monkeypatch.setenv("RLHF_TEMPORARY_PREFECT_API", "http://127.0.0.1:1/api")
+    run_stage("sft")
+    assert "prefect.flow_run_url" not in _only_run(tracker, "sft").tags
 
 
 def test_missing_input_is_refused_before_the_task_and_recorded(

@@ -1,0 +1,67 @@
+"""Errors of a command: one message and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+
+from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError
+from tasks.workspace import HOME_VARIABLE, Workspace
+
+FAILURE = 1
+_BAD_INPUT = 2
+_INTERRUPTED = 130
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT)
+
+
+@contextmanager
+def reported(is_debug: bool) -> Iterator[None]:
+    """Turn errors into one message and an exit code."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _fail("Interrupted. Give the same command again to continue.", _INTERRUPTED, is_debug)
+    except RlhfError as error:
+        is_failure = isinstance(error, ClusterError | TrainingError | RewardError)
+        _fail(str(error), FAILURE if is_failure else _BAD_INPUT, is_debug)
+    except (ValidationError, yaml.YAMLError) as error:
+        _fail(f"The configuration cannot be used: {error}", _BAD_INPUT, is_debug)
+    except BrokenPipeError:
+        # Nobody reads the output any more, as with `| head`.
+        raise typer.Exit(FAILURE) from None
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            _fail_unexpected(error, is_debug)
+        text = f"Writing {error.filename or 'to the workspace'} failed: {error.strerror}."
+        _fail(f"{text} Fix: free space, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
+    except Exception as error:
+        _fail_unexpected(error, is_debug)
+
+
+def _fail_unexpected(error: Exception, is_debug: bool) -> None:
+    workspace = Workspace.from_environment()
+    if workspace.is_full:
+        text = f"Workspace {workspace.root} is full. Fix: free space and try again"
+        _fail(f"{text}, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
+    cause = f"{type(error).__name__}: {error}".strip().rstrip(".")
+    _fail(
+        f"Unexpected failure: {cause}. Fix: run again with --debug for details.", FAILURE, is_debug
+    )
+
+
+def _fail(message: str, code: int, is_debug: bool) -> None:
+    if is_debug:
+        traceback.print_exc()
+    Console(stderr=True).print(
+        f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
+    )
+    raise typer.Exit(code)

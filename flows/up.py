@@ -1,0 +1,235 @@
+"""`rlhf up`, `rlhf down` and `rlhf status`: everything that one machine needs, on loopback."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel
+
+from flows.deploy import deploy
+from flows.processes import (
+    Service,
+    ServiceRecord,
+    check_port,
+    family,
+    living,
+    read_record,
+    start,
+    stop,
+    wait_until,
+)
+from flows.services import (
+    MLFLOW,
+    MLFLOW_PORT,
+    PREFECT,
+    PREFECT_PORT,
+    SERVICES,
+    WORKER,
+    base_url,
+    directory_of,
+    is_healthy,
+    mlflow_server,
+    prefect_server,
+    worker,
+)
+from tasks.config import TrackingConfig
+from tasks.errors import ClusterError, ConfigError, WorkspaceError
+from tasks.loading_config import find_config, load_config
+from tasks.workspace import Workspace
+
+_START_SECONDS = 120.0
+_STOP_SECONDS = {WORKER: 45.0, MLFLOW: 15.0, PREFECT: 15.0}
+
+State = Literal["running", "not answering", "died", "stopped"]
+
+
+@dataclass(frozen=True)
+class UpRequest:
+    """What to start.
+
+    Args:
+        config: what the deployments run by default.
+        prefect_port: None for the one that runs already, or 4200.
+        mlflow_port: None for the one that runs already, or 5000.
+    """
+
+    config: str = "demo"
+    prefect_port: int | None = None
+    mlflow_port: int | None = None
+
+
+class ServiceState(BaseModel):
+    """One service as `rlhf status` tells it.
+
+    ``died``: it was started, and nobody stopped it. ``url`` is None for the worker.
+    """
+
+    name: str
+    state: State
+    url: str | None
+    pid: int | None
+    processes: int
+    log_path: str
+
+
+def up(request: UpRequest) -> tuple[list[ServiceState], list[str]]:
+    """Start what does not run yet, wait until all of it works, deploy.
+
+    Returns:
+        The services, and the names of the deployments.
+
+    Raises:
+        ClusterError: a port is taken, or a service did not start; what this call started is
+            stopped again.
+        ConfigError: a service runs already on another port than the one asked for.
+    """
+    workspace = Workspace.from_environment()
+    workspace.prepare()
+    tracking = load_config(find_config(request.config)).tracking
+    with _exclusive(workspace):
+        started: list[str] = []
+        try:
+            api_url = _start_all(workspace, request, tracking, started)
+            deployments = deploy(request.config, api_url, workspace)
+            _start_worker(workspace, api_url, tracking, started)
+        except BaseException:
+            _stop(workspace, started)
+            raise
+    return states(workspace), deployments
+
+
+def down(workspace: Workspace) -> dict[str, int]:
+    """End the services and all that they started; return how many processes each had."""
+    with _exclusive(workspace):
+        return _stop(workspace, list(SERVICES))
+
+
+def states(workspace: Workspace) -> list[ServiceState]:
+    """Return how each service is."""
+    directory = directory_of(workspace)
+    prefect = read_record(directory, PREFECT)
+    api_url = f"{base_url(prefect.port)}/api" if prefect else ""
+    return [_state_of(workspace, name, api_url) for name in SERVICES]
+
+
+def _state_of(workspace: Workspace, name: str, api_url: str) -> ServiceState:
+    directory = directory_of(workspace)
+    record = read_record(directory, name)
+    state: State = "stopped"
+    if record is not None:
+        state = "died"
+        if living(record) is not None:
+            state = "running" if is_healthy(record, api_url) else "not answering"
+    return ServiceState(
+        name=name,
+        state=state,
+        url=base_url(record.port) if record and record.port else None,
+        pid=record.pid if record else None,
+        processes=len(family(directory, name)),
+        log_path=str(directory / f"{name}.log"),
+    )
+
+
+@contextmanager
+def _exclusive(workspace: Workspace) -> Iterator[None]:
+    directory = directory_of(workspace)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise WorkspaceError(
+                f"Another `rlhf up` or `rlhf down` is at work in {workspace.root}",
+                "one at a time",
+                "wait for it",
+            ) from error
+        yield
+
+
+def _start_all(
+    workspace: Workspace, request: UpRequest, tracking: TrackingConfig, started: list[str]
+) -> str:
+    """Start the servers; return the address of Prefect's API."""
+    ports = {PREFECT: _port(workspace, PREFECT, request.prefect_port, PREFECT_PORT)}
+    services = [prefect_server(workspace, ports[PREFECT])]
+    if tracking.tracking_uri is None:
+        ports[MLFLOW] = _port(workspace, MLFLOW, request.mlflow_port, MLFLOW_PORT)
+        services.append(mlflow_server(workspace, ports[MLFLOW]))
+    missing = [one for one in services if _running(workspace, one.name) is None]
+    for service in missing:
+        # A server that was killed may have left processes that hold its port.
+        stop(service.directory, service.name, 0.0)
+        assert service.port is not None
+        check_port(service.name, service.port)
+    if MLFLOW in [service.name for service in missing]:
+        _make_database(workspace, tracking)
+    records = {one.name: _started(workspace, one, started) for one in services}
+    api_url = f"{base_url(ports[PREFECT])}/api"
+    for record in records.values():
+        _wait(record, api_url)
+    return api_url
+
+
+def _make_database(workspace: Workspace, tracking: TrackingConfig) -> None:
+    """Create the tables and the experiment, so that the server and `rlhf run` agree on both."""
+    from tasks.tracking import connect
+
+    uri = workspace.database_uri
+    connect(tracking.model_copy(update={"tracking_uri": uri}), workspace)
+
+
+def _start_worker(
+    workspace: Workspace, api_url: str, tracking: TrackingConfig, started: list[str]
+) -> None:
+    mlflow = read_record(directory_of(workspace), MLFLOW)
+    uri = tracking.tracking_uri or base_url(mlflow.port if mlflow else None)
+    _wait(_started(workspace, worker(workspace, api_url, uri), started), api_url)
+
+
+def _port(workspace: Workspace, name: str, wanted: int | None, default: int) -> int:
+    record = _running(workspace, name)
+    running = record.port if record else None
+    if running is not None and wanted not in (None, running):
+        raise ConfigError(
+            f"{name} runs already on port {running}",
+            f"port {wanted}, as given",
+            "leave the port out, or run `rlhf down` first",
+        )
+    given = default if wanted is None else wanted
+    return given if running is None else running
+
+
+def _running(workspace: Workspace, name: str) -> ServiceRecord | None:
+    record = read_record(directory_of(workspace), name)
+    return record if living(record) is not None else None
+
+
+def _started(workspace: Workspace, service: Service, started: list[str]) -> ServiceRecord:
+    record = _running(workspace, service.name)
+    if record is None:
+        started.append(service.name)
+        record = start(service)
+    return record
+
+
+def _wait(record: ServiceRecord, api_url: str) -> None:
+    if wait_until(lambda: is_healthy(record, api_url), record, _START_SECONDS):
+        return
+    with open(record.log_path, errors="replace") as log:
+        lines = [line.strip() for line in log.readlines()[-40:] if line.strip()]
+    raise ClusterError(
+        f"{record.name} did not start: {' | '.join(lines[-3:]) or 'it said nothing'}",
+        f"an answer within {_START_SECONDS:.0f} s",
+        f"look at {record.log_path}",
+    )
+
+
+def _stop(workspace: Workspace, names: list[str]) -> dict[str, int]:
+    """Stop services, the worker first: its flows need the servers to say how they ended."""
+    directory = directory_of(workspace)
+    order = [name for name in (WORKER, MLFLOW, PREFECT) if name in names]
+    return {name: stop(directory, name, _STOP_SECONDS[name]) for name in order}
