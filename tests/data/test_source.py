@@ -20,8 +20,8 @@ def write(path: Path, content: bytes) -> Path:
 def test_lines_keep_their_numbers(tmp_path: Path) -> None:
     content = b"\xef\xbb\xbf{1}\r\n\n  \n{2}\n{3}"
     plain = write(tmp_path / "a.jsonl", content)
-    packed = write(tmp_path / "a.jsonl.gz", gzip.compress(content))
-    misnamed = write(tmp_path / "b.jsonl", gzip.compress(content))
+    packed = write(tmp_path / "a.jsonl.gz", gzip.compress(content, mtime=0))
+    misnamed = write(tmp_path / "b.jsonl", gzip.compress(content, mtime=0))
     for path in (plain, packed, misnamed):
         lines = list(read_lines(path))
         assert [(line.number, line.text) for line in lines] == [
@@ -41,9 +41,9 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
         ("a.jsonl", b"ab\x00cd", "binary"),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "LFS"),
         ("a.jsonl.gz", b'{"chosen": 1}\n', "not gzip"),
-        ("a.jsonl.gz", gzip.compress(b"PAR1"), "is a Parquet file"),
-        ("a.jsonl.gz", gzip.compress(b"x\n" * 9)[:-9], "corrupt gzip after line"),
-        ("a.jsonl.gz", gzip.compress(b"x\n" * 9)[:-8] + b"\x00" * 8, "corrupt gzip after line"),
+        ("a.jsonl.gz", gzip.compress(b"PAR1", mtime=0), "is a Parquet file"),
+        ("a.jsonl.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-9], "corrupt gzip after line"),
+        ("a.jsonl.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-8] + b"\x00" * 8, "corrupt gzip after line"),
         ("a.jsonl.gz", b"\x1f\x8b broken", "corrupt gzip after line 0"),
     ],
 )
@@ -66,6 +66,6 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 
 def test_endless_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MAX_LINE_BYTES", 2**20)
-    path = write(tmp_path / "a.jsonl.gz", gzip.compress(b"{}\n" + b"x" * 2**21))
+    path = write(tmp_path / "a.jsonl.gz", gzip.compress(b"{}\n" + b"x" * 2**21, mtime=0))
     with pytest.raises(DataError, match=r"line 2 is longer than 1 MiB"):
         list(read_lines(path))
