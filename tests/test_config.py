@@ -91,7 +91,7 @@ def test_overrides_are_yaml(write: Write) -> None:
         ("rewardmodel: {}\n", None, ("line 1", "did you mean 'reward_model'?")),
         ("runtime: {rank: 2}\n", None, ("line 1", "'runtime.rank'", "did you mean 'ranks'?")),
         ("", "distill.model.sorce=a", ("'distill.model.sorce'", "did you mean 'source'?")),
-        ("zzz: 1\n", None, ("unknown key 'zzz'", "known: name, reuse, tracking, ingest")),
+        ("zzz: 1\n", None, ("unknown key 'zzz'", "known: name, reuse, stage_timeout_seconds")),
     ],
 )
 def test_unknown_key_is_named_with_the_closest_known_one(
