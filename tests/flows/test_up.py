@@ -209,10 +209,15 @@ def _checkpoints(services: Services) -> set[Path]:
     return set((services.home / "checkpoints" / "sft").glob("*/step*"))
 
 
+def _need_dataset(services: Services) -> None:
+    if not services.mlflow_runs("tags.stage = 'ingest' and attributes.status = 'FINISHED'"):
+        services.completed(services.run("ingest/ingest"))
+
+
 def _start_training(services: Services, deployment: str = CHAIN, **cfg: Any) -> str:
     wait_for(lambda: not psutil.Process(services.pid("worker")).children(), 60)
-    if deployment != CHAIN and not services.mlflow_runs("tags.stage = 'ingest'"):
-        services.completed(services.run("ingest/ingest"))
+    if deployment != CHAIN:
+        _need_dataset(services)
     earlier = _checkpoints(services)
     run_id = services.run(deployment, cfg={"reuse": False, **cfg} if deployment == CHAIN else cfg)
 
@@ -304,6 +309,7 @@ def test_cancelled_run_is_killed_in_mlflow_and_frees_the_slot(services: Services
 
 
 def test_timeout_ends_the_run_and_frees_the_slot(services: Services) -> None:
+    _need_dataset(services)
     endless = {"seed": 6, "max_steps": 1_000_000, "epochs": 1_000_000.0}
     run_id = services.run("sft/sft", cfg=endless, options={"timeout_seconds": 40})
     assert services.wait(run_id, 180) == "FAILED"
