@@ -43,7 +43,11 @@ def test_lines_keep_their_numbers(tmp_path: Path) -> None:
         ("a.jsonl.gz", b'{"chosen": 1}\n', "not gzip"),
         ("a.jsonl.gz", gzip.compress(b"PAR1", mtime=0), "is a Parquet file"),
         ("a.jsonl.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-9], "corrupt gzip after line"),
-        ("a.jsonl.gz", gzip.compress(b"x\n" * 9, mtime=0)[:-8] + b"\x00" * 8, "corrupt gzip after line"),
+        (
+            "a.jsonl.gz",
+            gzip.compress(b"x\n" * 9, mtime=0)[:-8] + b"\x00" * 8,
+            "corrupt gzip after line",
+        ),
         ("a.jsonl.gz", b"\x1f\x8b broken", "corrupt gzip after line 0"),
     ],
 )
