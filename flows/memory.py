@@ -22,6 +22,7 @@ from tasks.models.memory import (
 RESERVED_SHARE = 0.1
 # Answers to a probe or a report are generated this many at a time.
 _PROBE_BATCH = 512
+_REPORT_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -138,10 +139,12 @@ def _offline_ppo(cfg: PipelineConfig, base: ModelShape) -> StageMemory:
 def _distill(cfg: PipelineConfig, base: ModelShape, student: ModelShape) -> StageMemory:
     section = cfg.distill
     state = _adapted_or_trained(student, student.n_parameters, section.lora, section.runtime.ranks)
-    generator = 0
-    if section.data == "teacher":
-        how = section.generation
-        generator = _answering(base, section.rendering, how.batch_size, how.max_new_tokens)
+    report, how = section.report, section.generation
+    answers = [(min(report.prompts, _REPORT_BATCH), report.max_new_tokens)]
+    if section.uses_teacher_text:
+        answers.append((how.batch_size, how.max_new_tokens))
+    # The teacher is of the base's shape, and the student is not larger.
+    generator = max(_answering(base, section.rendering, *answer) for answer in answers)
     return _training(
         "distill", section.runtime, student, (state,), soft_labels=True, generator=generator
     )

@@ -91,9 +91,9 @@ class StudentReportConfig(Section):
 class ModelCardConfig(Section):
     """What the model card says and nothing else knows."""
 
-    license: str | None = setting(None, description="Licence of the student, as the hub names it.")
-    base_license: str | None = setting(None, description="Of the base; null: as its own card says.")
-    data_license: str | None = setting(None)
+    license: str | None = Field(None, description="Licence of the student, as the hub names it.")
+    base_license: str | None = Field(None, description="Of the base; null: as its own card says.")
+    data_license: str | None = Field(None, description="Of the data.")
 
 
 class DistillConfig(StageConfig):
@@ -126,7 +126,7 @@ class DistillConfig(StageConfig):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     report: StudentReportConfig = StudentReportConfig()
-    card: ModelCardConfig = setting(ModelCardConfig())
+    card: ModelCardConfig = ModelCardConfig()
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 

@@ -147,7 +147,9 @@ class GenerationConfig(Section):
         1.0, gt=0.0, le=1.0, description="Nucleus: share of the probability that is sampled from."
     )
     max_new_tokens: PositiveInt = Field(64, description="Longest answer.")
-    batch_size: PositiveInt = setting(128, description="Prompts at a time.")
+    batch_size: PositiveInt = Field(
+        128, description="Prompts at a time; another number draws other samples."
+    )
 
 
 class CheckpointConfig(Section):

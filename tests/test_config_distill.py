@@ -40,7 +40,9 @@ def test_labels_are_used_unless_nothing_reads_them() -> None:
 
 def test_what_changes_no_student_is_not_in_its_identity() -> None:
     fields = identity_fields(DistillConfig())
-    assert "card" not in fields and "max_cache_gib" not in fields["soft_labels"]
+    assert "max_cache_gib" not in fields["soft_labels"]
+    # The card is part of what is published, and the size of a batch decides what is drawn.
+    assert "card" in fields and "batch_size" in fields["generation"]
     assert {"data", "min_reward_quantile", "reward_weighting"} <= set(fields)
     # The reward model's adapter has none of the student's options.
     assert set(identity_fields(LoraConfig())) == {"rank", "alpha", "target_modules"}

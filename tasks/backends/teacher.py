@@ -38,7 +38,7 @@ from tasks.errors import ConfigError, DataError
 TEACHER = "teacher"
 # Prompts after which responses are stored.
 PROMPTS_PER_CHUNK = 2048
-# Raised when the same configuration gives other responses.
+# Part of the name of stored responses and labels; raise it when the same config gives others.
 _VERSION = 1
 # Rows of the whole vocabulary are for vocabularies up to this size.
 MAX_FULL_VOCABULARY = 8192
@@ -196,14 +196,18 @@ class Teacher:
         return RoleSpec(TEACHER, "language_model", str(self.model_dir))
 
     def _identity(self, soft: SoftLabelConfig) -> dict[str, str]:
-        seed = {"seed": str(self.cfg.seed)} if soft.kind == "sampled" else {}
+        runtime, numeric, drawn = self.cfg.runtime, NUMERIC_FIELDS, {}
+        if soft.kind == "sampled":
+            # The draws of a micro-batch follow from its rows.
+            numeric, drawn = numeric | {"tokens_per_micro_batch"}, {"seed": str(self.cfg.seed)}
         return {
+            "version": str(_VERSION),
             "teacher": self.ctx.inputs["policy"].content_hash[:16],
             "dataset": self.ctx.inputs["preferences"].content_hash[:16],
             "renderer": self.renderer.fingerprint[:16],
             "tau": str(soft.tau),
-            "runtime": self.cfg.runtime.model_dump_json(include=NUMERIC_FIELDS),
-            **seed,
+            "runtime": runtime.model_dump_json(include=numeric),
+            **drawn,
         }
 
     def _weights(self, session: Session, data: StudentData) -> Tensor:

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,8 @@ from tasks.data.keyed_parquet import write_keyed
 from tasks.errors import ArtifactError, ConfigError
 
 ROWS_PER_PART: Final = 1024
+# Rows of a whole vocabulary are large: numbers of a part, 256 MiB of them in fp32.
+NUMBERS_PER_PART: Final = 2**26
 GIB: Final = 2**30
 _IDENTITY_FIELD: Final = b"rlhf.teacher_labels"
 _LOGPROB_BYTES: Final = 2
@@ -149,10 +152,17 @@ class LabelStore:
         name = hashlib.sha256(text.encode()).hexdigest()[:16]
         return cls(cache_dir / name, layout, known, responses)
 
+    @cached_property
+    def rows_per_part(self) -> int:
+        """Rows of each part, whatever their lengths."""
+        longest = max(map(len, self.responses), default=1)
+        fitting = NUMBERS_PER_PART // max(1, longest * self.layout.logprob_width)
+        return max(1, min(ROWS_PER_PART, fitting))
+
     @property
     def starts(self) -> range:
         """First row of each part."""
-        return range(0, len(self.responses), ROWS_PER_PART)
+        return range(0, len(self.responses), self.rows_per_part)
 
     def fill(self, compute: Compute) -> int:
         """Compute the parts that are not there; one at a time, so that a killed run goes on.
@@ -168,7 +178,7 @@ class LabelStore:
         for start in self.starts:
             file = self._file(start)
             if not file.exists():
-                end = min(start + ROWS_PER_PART, len(self.responses))
+                end = min(start + self.rows_per_part, len(self.responses))
                 self._write(file, start, end, *compute(start, end))
                 n_new += 1
         return n_new
@@ -195,7 +205,7 @@ class LabelStore:
         return sum(self._file(start).stat().st_size for start in self.starts)
 
     def _file(self, start: int) -> Path:
-        return self.directory / f"{start // ROWS_PER_PART:06d}.parquet"
+        return self.directory / f"{start // self.rows_per_part:06d}.parquet"
 
     def _restored(self, logprobs: Tensor) -> Tensor:
         """Return fp32 values that are a distribution again, which rounding had them miss."""
@@ -229,7 +239,7 @@ class LabelStore:
                 "a complete Parquet file",
                 f"remove {file}; it is computed again",
             ) from error
-        expected = [list(row) for row in self.responses[start : start + ROWS_PER_PART]]
+        expected = [list(row) for row in self.responses[start : start + self.rows_per_part]]
         if table[_RESPONSE].to_pylist() != expected:
             raise ArtifactError(
                 f"The teacher's labels in {file} belong to other responses",
@@ -257,9 +267,10 @@ def _named(identity: Mapping[str, str], names: Sequence[str]) -> str:
 def _lists(rows: Sequence[Tensor], kind: pa.DataType) -> pa.Array:
     """Return tensors as lists of their numbers, without a Python object for each."""
     flat = torch.cat([row.flatten() for row in rows]).numpy()
-    ends = np.cumsum([0, *(row.numel() for row in rows)], dtype=np.int32)
+    ends = np.cumsum([0, *(row.numel() for row in rows)], dtype=np.int64)
     values = pa.array(flat.astype(_numpy_type(kind), copy=False), kind)
-    return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), values)
+    # Refuses offsets that int32 does not hold.
+    return pa.ListArray.from_arrays(pa.array(ends, pa.int64()).cast(pa.int32()), values)
 
 
 def _numpy_type(kind: pa.DataType) -> npt.DTypeLike:

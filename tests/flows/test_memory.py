@@ -84,7 +84,7 @@ def test_the_step_of_the_optimizer_counts_where_it_is_more() -> None:
 def test_parts_of_a_model_by_hand() -> None:
     cfg = _plain(
         reward_model={"lora": {"rank": 2}, "members": 3},
-        distill={"lora": {"rank": 2}, "data": "chosen"},
+        distill={"lora": {"rank": 2}, "data": "chosen", "report": {"prompts": 0}},
         evaluate={"answers": _served()},
     )
     found = _stages(cfg)
@@ -98,6 +98,15 @@ def test_parts_of_a_model_by_hand() -> None:
     assert found["evaluate"].working == 400 * 576
     frozen = _stages(_plain(reward_model={"freeze_backbone": True}))["reward_model"]
     assert frozen.states == RoleBytes(weights=5252)
+
+
+def test_answers_of_a_student_by_hand() -> None:
+    # 200 answers of the report, 164 tokens of keys and values, 100 tokens of each prompt read.
+    chosen = _stages(_plain(distill={"data": "chosen"}))["distill"]
+    assert chosen.generator == 5216 + 200 * 164 * 64 + 200 * 100 * 320
+    generation = {"batch_size": 300, "max_new_tokens": 64}
+    mixed = _stages(_plain(distill={"data": "mixture", "generation": generation}))["distill"]
+    assert mixed.generator == 5216 + 300 * 164 * 64 + 300 * 100 * 320
 
 
 def _served() -> dict[str, object]:
