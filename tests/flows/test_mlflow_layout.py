@@ -74,7 +74,7 @@ def _check_layout(tracker: Tracker, chain: str) -> None:
         assert tracker.read_text(run.run_id, "artifact.json") is not None
     inputs = client.get_run(runs["distill"].run_id).inputs
     assert [entry.dataset.name for entry in inputs.dataset_inputs] == ["preferences"]
-    assert len(inputs.model_inputs) == 2  # The policy and the base.
+    assert len(inputs.model_inputs) == 3  # The policy, the base and the reward model.
     (model,) = client.get_run(runs["distill"].run_id).outputs.model_outputs
     version = Registry(tracker).aliased(CANDIDATE)
     assert version.run_id == runs["distill"].run_id
