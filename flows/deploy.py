@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
+from flows.prefect_api import api_client, api_failure
 from flows.services import POOL
 from tasks.config import STAGES, PipelineConfig, TrackingConfig
 from tasks.errors import ClusterError, MissingInputError
@@ -22,7 +23,6 @@ DEPLOYMENTS = PROJECT_ROOT / "deployments" / "prefect.yaml"
 AUTOMATIONS = PROJECT_ROOT / "deployments" / "automations.yaml"
 _DEPLOY_SECONDS = 180
 _REQUEST_SECONDS = 20
-_NOT_FOUND = 404
 
 
 def deploy(config: str, api_url: str, workspace: Workspace) -> list[str]:
@@ -46,11 +46,7 @@ def deploy(config: str, api_url: str, workspace: Workspace) -> list[str]:
         _ensure_automations(api_url)
         return _deployed(api_url, [one["name"] for one in definition["deployments"]])
     except httpx.HTTPError as error:
-        raise ClusterError(
-            f"The Prefect server at {api_url} failed: {error}",
-            "a server that answers",
-            "look at its log, or start one with `rlhf up`",
-        ) from error
+        raise api_failure(api_url, error) from error
 
 
 def rendered(config: str) -> dict[str, Any]:
@@ -95,8 +91,10 @@ def _for_experiment(value: object, tracking: TrackingConfig) -> object:
 
 def _ensure_pool(api_url: str) -> None:
     """Create the work pool; one run at a time owns the GPUs. An existing one keeps its limit."""
-    with httpx.Client(base_url=api_url, timeout=_REQUEST_SECONDS) as client:
-        if client.get(f"/work_pools/{POOL}").status_code != _NOT_FOUND:
+    with api_client(api_url, _REQUEST_SECONDS) as client:
+        found = client.get(f"/work_pools/{POOL}")
+        if found.status_code != httpx.codes.NOT_FOUND:
+            found.raise_for_status()
             return
         pool = {
             "name": POOL,
@@ -119,23 +117,36 @@ def _deploy_flows(definition: Mapping[str, Any], api_url: str, workspace: Worksp
         "RLHF_PROJECT": str(PROJECT_ROOT),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT_ROOT), os.getenv("PYTHONPATH")])),
     }
-    done = subprocess.run(
-        [*command, "--prefect-file", str(path)],
-        env=environment,
-        cwd=PROJECT_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=_DEPLOY_SECONDS,
-        check=False,
-    )
+    done = _finished([*command, "--prefect-file", str(path)], environment, _DEPLOY_SECONDS)
     if done.returncode:
         tail = " | ".join((done.stdout + done.stderr).strip().splitlines()[-3:])
         raise ClusterError(f"`prefect deploy` failed: {tail}", "", f"correct {DEPLOYMENTS}")
 
 
+def _finished(
+    command: list[str], environment: dict[str, str], timeout_seconds: float
+) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            env=environment,
+            cwd=PROJECT_ROOT,
+            capture_output=True,
+            text=True,
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(
+            f"`prefect deploy` took longer than {timeout_seconds:g} s",
+            "a server that answers",
+            "look at the server's log, and try again",
+        ) from error
+
+
 def _ensure_automations(api_url: str) -> None:
     wanted = yaml.safe_load(_text(AUTOMATIONS))["automations"]
-    with httpx.Client(base_url=api_url, timeout=_REQUEST_SECONDS) as client:
+    with api_client(api_url, _REQUEST_SECONDS) as client:
         for automation in wanted:
             named = {"automations": {"name": {"any_": [automation["name"]]}}}
             found = client.post("/automations/filter", json=named).raise_for_status().json()
@@ -146,7 +157,7 @@ def _ensure_automations(api_url: str) -> None:
 
 
 def _deployed(api_url: str, wanted: list[str]) -> list[str]:
-    with httpx.Client(base_url=api_url, timeout=_REQUEST_SECONDS) as client:
+    with api_client(api_url, _REQUEST_SECONDS) as client:
         found = client.post("/deployments/filter", json={}).raise_for_status().json()
         flows = client.post("/flows/filter", json={}).raise_for_status().json()
     names = {flow["id"]: flow["name"] for flow in flows}

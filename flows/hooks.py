@@ -9,7 +9,7 @@ from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 from pydantic import BaseModel
 
-from flows.presets import tracking_of
+from flows.presets import lay_over, tracking_of
 from tasks.config import TrackingConfig
 from tasks.tracking import Status, connect
 from tasks.workspace import Workspace
@@ -37,14 +37,20 @@ def _end_runs(flow_run: FlowRun, status: Status, state: State[Any]) -> None:
 
 
 def _tracking_of(parameters: Mapping[str, Any]) -> TrackingConfig:
-    for name in ("options", "cfg"):
-        section = parameters.get(name)
-        if isinstance(section, BaseModel):
-            section = section.model_dump(mode="json")
-        if isinstance(section, Mapping) and section.get("tracking") is not None:
-            return TrackingConfig.model_validate(section["tracking"])
+    """Return where the flow recorded its run, completed from the preset as the flow does it."""
     preset = parameters.get("preset")
-    return TrackingConfig() if preset is None else tracking_of(preset)
+    options = _mapping(parameters.get("options"))
+    if options.get("tracking") is not None:
+        return TrackingConfig.model_validate(options["tracking"])
+    start = TrackingConfig() if preset is None else tracking_of(preset)
+    given = _mapping(_mapping(parameters.get("cfg")).get("tracking"))
+    return TrackingConfig.model_validate(lay_over(start, given))
+
+
+def _mapping(section: object) -> Mapping[str, Any]:
+    if isinstance(section, BaseModel):
+        return section.model_dump(mode="json", exclude_unset=True)
+    return section if isinstance(section, Mapping) else {}
 
 
 HOOKS: dict[str, Any] = {

@@ -7,10 +7,12 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from flows.prefect_api import api_client, api_failure
 from flows.services import running_addresses
 from flows.staleness import StaleArtifact, stale_artifacts
 from flows.up import ServiceState, states
 from tasks.config import TrackingConfig
+from tasks.errors import RlhfError
 from tasks.workspace import Workspace
 
 _REQUEST_SECONDS = 10
@@ -28,27 +30,35 @@ class FlowRunState(BaseModel):
 
 
 class Status(BaseModel):
-    """Everything that `rlhf status` prints."""
+    """Everything that `rlhf status` prints; ``problems`` says what could not be read."""
 
     workspace: str
     services: list[ServiceState]
     runs: list[FlowRunState]
     stale: list[StaleArtifact]
+    problems: list[str] = []
 
     @property
     def is_broken(self) -> bool:
-        """Whether something that was started does not work."""
-        return any(one.state in ("died", "not answering") for one in self.services)
+        """Whether something that was started does not work, or could not be asked."""
+        return bool(self.problems) or any(
+            one.state in ("died", "not answering") for one in self.services
+        )
 
 
 def read_status(workspace: Workspace, tracking: TrackingConfig) -> Status:
     """Look at the workspace's services, the server's runs and the experiment's artefacts."""
-    return Status(
-        workspace=str(workspace.root),
-        services=states(workspace),
-        runs=_runs(workspace),
-        stale=_stale(workspace, tracking),
-    )
+    status = Status(workspace=str(workspace.root), services=states(workspace), runs=[], stale=[])
+    # When a server fails, the table of services is what is needed most.
+    try:
+        status.runs = _runs(workspace)
+    except RlhfError as error:
+        status.problems.append(str(error))
+    try:
+        status.stale = _stale(workspace, tracking)
+    except RlhfError as error:
+        status.problems.append(str(error))
+    return status
 
 
 def _stale(workspace: Workspace, tracking: TrackingConfig) -> list[StaleArtifact]:
@@ -76,7 +86,11 @@ def _query(api_url: str, types: list[str]) -> list[FlowRunState]:
         "sort": "EXPECTED_START_TIME_ASC",
         "limit": _RUNS,
     }
-    answer = httpx.post(f"{api_url}/flow_runs/filter", json=body, timeout=_REQUEST_SECONDS)
+    try:
+        with api_client(api_url, _REQUEST_SECONDS) as client:
+            found = client.post("/flow_runs/filter", json=body).raise_for_status().json()
+    except httpx.HTTPError as error:
+        raise api_failure(api_url, error) from error
     page = api_url.removesuffix("/api") + "/runs/flow-run"
     return [
         FlowRunState(
@@ -85,7 +99,7 @@ def _query(api_url: str, types: list[str]) -> list[FlowRunState]:
             since=run["start_time"] or run["expected_start_time"] or "",
             url=f"{page}/{run['id']}",
         )
-        for run in answer.raise_for_status().json()
+        for run in found
     ]
 
 
@@ -105,7 +119,9 @@ def print_status(console: Console, status: Status) -> None:
     print_services(console, status.services)
     for run in status.runs:
         _say(console, f"{run.state}: {run.name} since {run.since}  {run.url}")
-    if not status.stale:
+    for problem in status.problems:
+        _say(console, f"Could not be read: {problem}")
+    if not status.stale and not status.problems:
         _say(console, "Every artefact stands on the newest version of its upstreams.")
     for artifact in status.stale:
         _say(console, f"Not up to date: {artifact.name}, run {artifact.run_id}, {artifact.path}")

@@ -199,8 +199,12 @@ def _port(workspace: Workspace, name: str, wanted: int | None, default: int) -> 
             f"port {wanted}, as given",
             "leave the port out, or run `rlhf down` first",
         )
-    given = default if wanted is None else wanted
-    return given if running is None else running
+    if running is not None:
+        return running
+    # Clients and the worker keep the address of a server that crashed.
+    crashed = read_record(directory_of(workspace), name)
+    known = crashed.port if crashed is not None else None
+    return wanted if wanted is not None else known or default
 
 
 def _running(workspace: Workspace, name: str) -> ServiceRecord | None:

@@ -18,6 +18,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 )
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from flows.services import HEARTBEAT_SECONDS
 from tasks.backends.placement import even_layout
 from tasks.loading_config import find_config, load_config
 
@@ -108,7 +109,11 @@ def test_the_pods_fit_the_image_and_share_the_workspace(
     ]
     assert claimed == [claim["metadata"]["name"]]
     image = (DEPLOYMENTS / "Containerfile").read_text()
-    environment = {entry["name"]: entry["value"] for entry in head["env"]}
+    environment = {entry["name"]: entry.get("value") for entry in head["env"]}
+    assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
+    (tracking,) = [one for one in head["env"] if one["name"] == "RLHF_TRACKING_URI"]
+    secret = {"name": "rlhf-servers", "key": "RLHF_TRACKING_URI"}
+    assert tracking["valueFrom"] == {"secretKeyRef": secret}
     assert f"RLHF_HOME={environment['RLHF_HOME']}" in image
     assert {mount["name"] for mount in head["volumeMounts"]} == {
         v["name"] for v in pods[0]["volumes"]

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from importlib import resources
 from typing import Any
 
@@ -15,6 +14,8 @@ import pytest
 import yaml
 from compose_file import COMPOSE, DEPLOYMENTS, UnsetVariableError, read_compose
 from jsonschema import Draft202012Validator
+
+from flows.services import HEARTBEAT_SECONDS, POOL
 
 SECRETS = (
     "POSTGRES_PASSWORD",
@@ -136,12 +137,14 @@ def test_scripts_are_bash(script: str) -> None:
     subprocess.run(["bash", "-n", str(DEPLOYMENTS / script)], check=True)
 
 
-def test_the_deploying_service_names_what_there_is(compose: dict[str, Any]) -> None:
-    shell = compose["services"]["deploy"]["command"]
-    assert shell[:2] == ["bash", "-euc"]
-    subprocess.run(["bash", "-n", "-c", shell[2]], check=True)
-    assert "deployments/prefect.yaml" in shell[2]
-    pools = yaml.safe_load((DEPLOYMENTS / "prefect.yaml").read_text())["definitions"]["pool"]
-    assert f"work-pool create {pools['name']} " in shell[2]
-    assert pools["name"] in compose["services"]["worker"]["command"]
-    assert sys.version_info[:2] == (3, 11)  # the base image's
+def test_the_worker_deploys_and_reports_where_the_servers_are(compose: dict[str, Any]) -> None:
+    services = compose["services"]
+    # It makes the pool and the automations, too.
+    assert services["deploy"]["command"] == ["rlhf", "deploy"]
+    assert services["worker"]["command"][-2:] == ["--pool", POOL]
+    environment = services["worker"]["environment"]
+    assert environment["RLHF_TRACKING_URI"] == "http://mlflow:5000"
+    assert environment["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
+    for name in ("deploy", "worker"):
+        login = services[name]["environment"]["PREFECT_API_AUTH_STRING"]
+        assert login == ENVIRONMENT["PREFECT_AUTH_STRING"]

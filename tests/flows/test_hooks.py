@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Crashed, Failed
 
-from flows.hooks import HOOKS, mark_failed, mark_killed
+from flows.hooks import HOOKS, _tracking_of, mark_failed, mark_killed
 from flows.options import RunOptions
 from tasks.config import TrackingConfig
 from tasks.tracking import connect
@@ -31,6 +32,19 @@ def test_hooks_have_the_argument_names_that_prefect_demands() -> None:
     for hook in {hook for hooks in HOOKS.values() for hook in hooks}:
         assert list(inspect.signature(hook).parameters) == ["flow", "flow_run", "state"]
     assert set(HOOKS) == {"on_failure", "on_cancellation", "on_crashed"}
+
+
+def test_partial_tracking_is_completed_from_the_preset(tmp_path: Path) -> None:
+    preset = tmp_path / "preset.yaml"
+    preset.write_text("tracking: {tracking_uri: 'http://127.0.0.1:9', experiment: of-the-preset}\n")
+    chain = {"cfg": {"tracking": {"experiment": "given"}}, "preset": str(preset)}
+    expected = TrackingConfig(tracking_uri="http://127.0.0.1:9", experiment="given")
+    assert _tracking_of(chain) == expected
+    # A stage has options, which the flow takes whole or, where they say nothing, from the preset.
+    stage = {"cfg": {"seed": 1}, "options": {"reuse": True}, "preset": str(preset)}
+    assert _tracking_of(stage).experiment == "of-the-preset"
+    assert _tracking_of({**stage, "options": _OPTIONS}) == _OPTIONS.tracking
+    assert _tracking_of({}) == TrackingConfig()
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from flows.environment import required_api_url
 from flows.processes import ServiceRecord
 from flows.services import SERVICES, directory_of, running_addresses
 from flows.status import read_status
-from flows.up import states
+from flows.up import _port, states
 from tasks.config import TrackingConfig
 from tasks.errors import ClusterError
 from tasks.workspace import TRACKING_VARIABLE, Workspace
@@ -60,6 +60,13 @@ def test_what_died_is_told_with_its_log(empty: Workspace) -> None:
     assert result.exit_code == 0
     assert "mlflow: did not run" in result.output
     assert [one.state for one in states(empty)] == ["stopped"] * 3
+
+
+def test_a_crashed_server_gets_its_port_again(empty: Workspace) -> None:
+    assert _port(empty, "mlflow", None, 5000) == 5000
+    _record(empty, "mlflow", 1, 5001)
+    assert _port(empty, "mlflow", None, 5000) == 5001
+    assert _port(empty, "mlflow", 5002, 5000) == 5002
 
 
 def test_config_is_checked_before_anything_starts(empty: Workspace) -> None:
