@@ -66,14 +66,18 @@ def as_json(found: Comparison) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
+    target = Path(os.path.expanduser(path)).absolute()
+    temporary: Path | None = None
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.absolute().parent, prefix=".compare-", delete=False, encoding="utf-8"
-        ) as temporary:
-            temporary.write(text)
-        os.chmod(temporary.name, 0o644)
-        os.replace(temporary.name, path)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".compare-")
+        temporary = Path(name)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(target)
     except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
         raise WorkspaceError(
             f"{path} cannot be written: {error.strerror}", "a writable directory", "name another"
         ) from error

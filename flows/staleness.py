@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from pydantic import BaseModel
 
 from flows.stages import STAGE_SPECS
-from tasks.artifacts import read_manifest
 from tasks.config import STAGES, Stage
-from tasks.errors import ArtifactError, MissingInputError
-from tasks.references import locate
+from tasks.errors import MissingInputError
+from tasks.model_registry import CHAMPION, Registry
 from tasks.tracking import RunRecord, Tracker
-
-CHAMPION = "champion"
 
 
 class StaleArtifact(BaseModel):
@@ -48,11 +45,12 @@ def stale_artifacts(tracker: Tracker) -> list[StaleArtifact]:
 
 def champion_run(tracker: Tracker) -> RunRecord | None:
     """Return the run that made the champion; None when no student has that alias."""
-    ref = f"models:/{tracker.student_model_name}@{CHAMPION}"
+    version = Registry(tracker).of_alias(CHAMPION)
+    if version is None or not version.run_id:
+        return None
     try:
-        run_id = read_manifest(locate(tracker, ref, "distill")).mlflow_run_id
-        return None if run_id is None else tracker.read_run(run_id)
-    except (MissingInputError, ArtifactError):
+        return tracker.read_run(version.run_id)
+    except MissingInputError:
         return None
 
 

@@ -7,9 +7,10 @@ import os
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("DO_NOT_TRACK", "true")
@@ -27,6 +28,10 @@ from mlflow.exceptions import MlflowException
 from tasks.errors import ClusterError, ConfigError, WorkspaceError
 
 _CONNECT_SECONDS = 5
+# An alias that nobody set, and an id that cannot be one, are the second.
+_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+
+T = TypeVar("T")
 
 
 @cache
@@ -101,6 +106,19 @@ def translated(uri: str) -> Iterator[None]:
             "a readable and writable database of this MLflow version",
             "free space, correct its permissions, or choose another RLHF_HOME",
         ) from error
+
+
+def known_or_none(read: Callable[..., T], *names: str) -> T | None:
+    """Return what MLflow has under a name; None when it says that there is nothing.
+
+    Any other error of MLflow is raised: a server that cannot be asked does not say so.
+    """
+    try:
+        return read(*names)
+    except MlflowException as error:
+        if error.error_code in _ABSENT:
+            return None
+        raise
 
 
 def quoted(value: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Final, Literal
 
-from tasks.mlflow_client import client_of, quoted, translated
+from tasks.mlflow_client import client_of, known_or_none, quoted, translated
 
 # isort: split
 from mlflow import MlflowClient
@@ -19,7 +19,7 @@ from mlflow.exceptions import MlflowException
 
 from tasks.artifacts import Artifact
 from tasks.errors import MissingInputError
-from tasks.redaction import redact
+from tasks.redaction import redact, redact_tag
 from tasks.tracking import Tracker
 
 CANDIDATE: Final = "candidate"
@@ -27,6 +27,9 @@ CHAMPION: Final = "champion"
 _LEDGER: Final = "promotion.ledger"
 _MOVE: Final = re.compile(r"move\.(\d{6})$")
 _LONGEST_WHY: Final = 1000
+_LONGEST_BY: Final = 300
+# MLflow cuts a longer parameter without a word, which makes the ledger unreadable for ever.
+_LONGEST_ENTRY: Final = 6000
 _MAX_VERSIONS: Final = 1000
 _ATTEMPTS: Final = 5
 _WAIT_SECONDS: Final = 0.1
@@ -133,11 +136,10 @@ class Registry:
 
     def find(self, number: int) -> StudentVersion | None:
         """Return a version; None when there is none of that number."""
-        try:
+        with translated(self.tracker.tracking_uri):
             # This one has the aliases, which a search leaves out.
-            return _version(self._client.get_model_version(self.name, str(number)))
-        except MlflowException:
-            return None
+            found = known_or_none(self._client.get_model_version, self.name, str(number))
+        return None if found is None else _version(found)
 
     def version(self, number: int) -> StudentVersion:
         """Return a version.
@@ -157,11 +159,9 @@ class Registry:
 
     def of_alias(self, alias: str) -> StudentVersion | None:
         """Return the version that an alias points at; None when nobody set it."""
-        try:
-            found = self._client.get_model_version_by_alias(self.name, alias)
-        except MlflowException:
-            return None
-        return self.find(int(found.version))
+        with translated(self.tracker.tracking_uri):
+            found = known_or_none(self._client.get_model_version_by_alias, self.name, alias)
+        return None if found is None else self.find(int(found.version))
 
     def aliased(self, alias: str) -> StudentVersion:
         """Return the version that an alias points at.
@@ -194,7 +194,8 @@ class Registry:
         client = self._client
         with translated(self.tracker.tracking_uri):
             for key, value in tags.items():
-                _repeated(client.set_model_version_tag, self.name, str(number), key, redact(value))
+                kept = redact_tag(key, value)
+                _repeated(client.set_model_version_tag, self.name, str(number), key, kept)
 
     def point(self, alias: str, number: int) -> None:
         """Set an alias, whatever it was before."""
@@ -216,10 +217,7 @@ class Registry:
 
     def claim(self, move: Move) -> bool:
         """Write a move under its index; False when another one is there already."""
-        entry: dict[str, Any] = asdict(move)
-        del entry["index"], entry["is_settled"]
-        entry["why"] = redact(move.why)[:_LONGEST_WHY]
-        return self._write_once(self._ledger, move.key, json.dumps(entry))
+        return self._write_once(self._ledger, move.key, _encoded(move))
 
     def settle(self, move: Move) -> None:
         """Note that the alias follows a move."""
@@ -269,6 +267,23 @@ class Registry:
         self._client.delete_run(mine)
         theirs: str = self._client.get_run(first.run_id).data.params[_LEDGER]
         return theirs
+
+
+def readable(text: str, limit: int) -> str:
+    """Return the beginning of a text, without the halves of characters that nothing can store."""
+    return text.encode("utf-8", "replace").decode()[:limit]
+
+
+def _encoded(move: Move) -> str:
+    """Return a move as the value of a parameter; the reason is cut to what fits."""
+    entry: dict[str, Any] = asdict(move)
+    del entry["index"], entry["is_settled"]
+    entry["by"] = readable(move.by, _LONGEST_BY)
+    entry["why"] = readable(redact(move.why), _LONGEST_WHY)
+    while len(text := json.dumps(entry, ensure_ascii=False)) > _LONGEST_ENTRY:
+        # A control character or quotation mark is several characters here.
+        entry["why"] = entry["why"][:-10]
+    return text
 
 
 def _repeated(write: Callable[..., Any], *values: str) -> None:

@@ -15,10 +15,11 @@ from tasks.artifacts import Manifest
 from tasks.config import PromotionConfig
 from tasks.data.gate import BASELINE, GATED
 from tasks.errors import PromotionError
-from tasks.model_registry import CHAMPION, Move, Registry, StudentVersion
+from tasks.model_registry import CHAMPION, Move, Registry, StudentVersion, readable
 
 ACCURACY: Final = "reward_model_accuracy"
 SCORE: Final = "question_score"
+_LONGEST_TAG: Final = 5000
 _RATES: Final = ("win_rate_against_base", "judged_win_rate", "harmlessness_rate")
 
 
@@ -188,7 +189,9 @@ def move_champion(registry: Registry, wanted: Promotion) -> Move:
     order and on whatever machines they run; the alias follows the ledger.
 
     Raises:
-        PromotionError: another champion than the expected one; nothing was changed.
+        PromotionError: another champion than the expected one, or the version is gone; the
+            champion is the same as before.
+        ClusterError: the server failed; the next who asks for the champion finishes the move.
     """
     # The ledger is read before the alias: a move in between then takes the index that is wanted.
     newest = _newest(registry)
@@ -200,14 +203,19 @@ def move_champion(registry: Registry, wanted: Promotion) -> Move:
         version=wanted.version,
         before=wanted.expected,
         kind=wanted.kind,
-        by=wanted.by,
+        by=readable(wanted.by, _LONGEST_TAG),
         at=datetime.now(UTC).isoformat(timespec="seconds"),
-        why=wanted.why,
+        why=readable(wanted.why, _LONGEST_TAG),
         token=uuid.uuid4().hex,
     )
     if not registry.claim(move):
         raise _lost(registry, wanted, champion_of(registry))
-    _follow(registry, move)
+    if not _follow(registry, move):
+        raise PromotionError(
+            f"{registry.name} version {move.version} was deleted in the meantime",
+            "a version of the registered model",
+            "promote another version with `rlhf promote VERSION`",
+        )
     return move
 
 
@@ -216,14 +224,15 @@ def _newest(registry: Registry) -> Move | None:
     return moves[-1] if moves else None
 
 
-def _follow(registry: Registry, move: Move) -> None:
-    """Point the alias at a move's version, or at that of a newer move.
+def _follow(registry: Registry, move: Move) -> bool:
+    """Point the alias at a move's version, or at that of a newer move; False if it is deleted.
 
     Whoever wrote the alias last looks at the ledger afterwards, so a slow process cannot leave it
     at an older move.
     """
     while True:
-        if registry.find(move.version) is not None:
+        is_there = registry.find(move.version) is not None
+        if is_there:
             registry.point(CHAMPION, move.version)
             _tag_move(registry, move)
         newest = _newest(registry)
@@ -231,6 +240,7 @@ def _follow(registry: Registry, move: Move) -> None:
             break
         move = newest
     registry.settle(move)
+    return is_there
 
 
 def _tag_move(registry: Registry, move: Move) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 # First, because MLflow reads the environment when it is imported.
-from tasks.mlflow_client import check_server, check_uri, quieten
+from tasks.mlflow_client import check_server, check_uri, known_or_none, quieten
 from tasks.mlflow_client import client_of as _client
 from tasks.mlflow_client import quoted as _quoted
 from tasks.mlflow_client import translated as _translated
@@ -35,7 +35,7 @@ from mlflow.exceptions import MlflowException
 from tasks.artifacts import Artifact
 from tasks.config import TrackingConfig
 from tasks.errors import ConfigError, MissingInputError
-from tasks.redaction import guard_logs, redact, redact_config, without_credentials
+from tasks.redaction import guard_logs, redact, redact_config, redact_tag, without_credentials
 from tasks.tracking_values import cut_tag, flat_params
 from tasks.workspace import Workspace
 
@@ -153,7 +153,9 @@ class Tracker:
         Keys and passwords are left out of both.
         """
         config = redact_config(config)
-        kept = {key: cut_tag(redact(value)) for key, value in tags.items() if value is not None}
+        kept = {
+            key: cut_tag(redact_tag(key, value)) for key, value in tags.items() if value is not None
+        }
         with _translated(self.tracking_uri):
             run = _client(self.tracking_uri).create_run(
                 self.experiment_id, tags=kept, run_name=name
@@ -199,7 +201,7 @@ class Tracker:
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; longer values than MLflow keeps are cut with a mark."""
-        entries = [RunTag(key, cut_tag(redact(value))) for key, value in tags.items()]
+        entries = [RunTag(key, cut_tag(redact_tag(key, value))) for key, value in tags.items()]
         with _translated(self.tracking_uri):
             _client(self.tracking_uri).log_batch(run_id, tags=entries)
 
@@ -280,15 +282,17 @@ class Tracker:
 
         Raises:
             MissingInputError: no such run.
+            ClusterError: the server did not say whether there is one.
         """
-        try:
-            return _record(_client(self.tracking_uri).get_run(run_id))
-        except MlflowException as error:
+        with _translated(self.tracking_uri):
+            run: Run | None = known_or_none(_client(self.tracking_uri).get_run, run_id)
+        if run is None:
             raise MissingInputError(
                 f"No MLflow run {run_id} at {self.shown_uri}",
                 "the id of a run",
                 "copy the id from the MLflow page of the run",
-            ) from error
+            )
+        return _record(run)
 
     def find_runs(
         self, tags: Mapping[str, str], status: Status | None = None, limit: int = 50

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,7 @@ from mlflow import MlflowClient
 from promotion_race import ROUNDS, compete
 
 from tasks.config import PromotionConfig, TrackingConfig
-from tasks.errors import MissingInputError, PromotionError
+from tasks.errors import MissingInputError, PromotionError, WorkspaceError
 from tasks.model_registry import CANDIDATE, CHAMPION, Move, Registry
 from tasks.promotion import (
     Evaluation,
@@ -176,6 +178,65 @@ def test_secret_in_a_reason_is_not_recorded(
     kept = registry.version(1).tags["promoted.why"] + registry.moves()[0].why
     assert "correct-horse" not in kept and "pass@" not in kept
     assert "https://[redacted]@host/v1" in kept
+
+
+@contextmanager
+def _registry_broken(registry: Registry) -> Iterator[None]:
+    """Take away the table of the versions, while runs and their parameters can be read."""
+    path = registry.tracker.tracking_uri.removeprefix("sqlite:///")
+    swap = "ALTER TABLE {} RENAME TO {}"
+    with closing(sqlite3.connect(path)) as database:
+        database.execute(swap.format("model_versions", "gone"))
+        try:
+            yield
+        finally:
+            database.execute(swap.format("gone", "model_versions"))
+
+
+def test_move_is_not_settled_while_the_registry_cannot_be_read(registry: Registry) -> None:
+    died = replace(_move(registry, 1, None), index=2, version=2, before=1, token="t")
+    registry.claim(died)
+    with _registry_broken(registry), pytest.raises(WorkspaceError, match="cannot be used"):
+        champion_of(registry)
+    assert not registry.moves()[-1].is_settled
+    assert champion_of(registry) == 2
+    assert registry.aliased(CHAMPION).version == 2
+
+
+def test_registry_that_cannot_be_read_is_not_one_without_versions(registry: Registry) -> None:
+    registry.point(CHAMPION, 1)
+    with _registry_broken(registry):
+        with pytest.raises(WorkspaceError):
+            registry.find(1)
+        with pytest.raises(WorkspaceError):
+            registry.of_alias(CHAMPION)
+    assert registry.find(9) is None
+    assert registry.of_alias("nobody") is None
+    assert Registry(registry.tracker, "nobody").of_alias(CHAMPION) is None
+
+
+def test_version_that_was_deleted_meanwhile_is_not_called_the_champion(registry: Registry) -> None:
+    _move(registry, 1, None)
+    MlflowClient(registry.tracker.tracking_uri).delete_model_version(registry.name, "2")
+    with pytest.raises(PromotionError, match="version 2 was deleted"):
+        _move(registry, 2, 1)
+    assert champion_of(registry) == 1
+    _move(registry, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "why",
+    ["\u0436" * 1000, "\U0001f600" * 3000, "\x01" * 1000, '"\\\n' * 1000, "x\udcff" * 600],
+    ids=["cyrillic", "emoji", "control", "quotes", "bytes that are no text"],
+)
+def test_reason_of_any_characters_keeps_the_ledger_readable(registry: Registry, why: str) -> None:
+    move_champion(registry, Promotion(1, None, "me@here", why))
+    move_champion(registry, Promotion(2, 1, "me@here " * 2000, "short"))
+    first, second = registry.moves()
+    # MLflow cuts a parameter after 6,000 characters; the text begins as it was given.
+    assert len(first.why) >= 900 and first.why[:1] == why[:1]
+    assert (first.version, second.version, second.why) == (1, 2, "short")
+    assert champion_of(registry) == 2
 
 
 def _evaluation(**figures: float) -> Evaluation:

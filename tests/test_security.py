@@ -27,6 +27,7 @@ from tasks.errors import ArtifactError, ClusterError
 from tasks.loading_config import _UniqueKeyLoader
 from tasks.progress import ProgressDisplay
 from tasks.redaction import guard_logs, redact, redact_config, without_credentials
+from tasks.references import locate
 from tasks.run_log import StageLog
 from tasks.tracking import Tracker, connect
 from tasks.tracking_values import flat_params
@@ -95,6 +96,15 @@ def test_file_that_was_put_into_an_artefact_is_refused(make_artifact: Make) -> N
         load_any_artifact(artifact.path)
 
 
+ORDINARY_NAMES = (
+    "hf-internal-testing/tiny-random-LlamaForCausalLM",
+    "/data/hf-experiments-2026-11/artifacts/sft/0123456789abcdef",
+    "/data/hf_experiments_with_long_names/models",
+    "/data/sk-learn-experiments-2026-11-30/run",
+    "/data/ghp-pages-of-the-experiment-1/x",
+)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -102,13 +112,18 @@ def test_file_that_was_put_into_an_artefact_is_refused(make_artifact: Make) -> N
         ("http://token@host/v1", "http://[redacted]@host/v1"),
         ("Authorization: Bearer abcdef123456", "Authorization: Bearer [redacted]"),
         ("key sk-abcdefghijklmnop1234 was refused", "key [redacted] was refused"),
-        ("hf_ABCDEFGHIJKLMNOPQRST", "[redacted]"),
+        ("hf_ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh", "[redacted]"),
+        ("ghp_abcdefghijklmnopqrstuvwxyz0123456789", "[redacted]"),
+        ("glpat-abcdefghijklmnopqrst", "[redacted]"),
+        ("xoxb-123456789012-abcdefghijkl", "[redacted]"),
+        (f"sk-proj-{'aB3_' * 4}{'x9Y8' * 5}", "[redacted]"),
         ("https://h/p?api_key=abc&x=1", "https://h/p?[redacted]&x=1"),
         ("AKIAABCDEFGHIJKLMNOP", "[redacted]"),
         ("models:/rlhf-flows-student@champion", "models:/rlhf-flows-student@champion"),
         ("Anthropic/hh-rlhf@0123abc", "Anthropic/hh-rlhf@0123abc"),
         ("https://host/a@b", "https://host/a@b"),
         ("max_tokens: 3000000", "max_tokens: 3000000"),
+        *((name, name) for name in ORDINARY_NAMES),
     ],
 )
 def test_secrets_of_known_forms(text: str, expected: str) -> None:
@@ -151,6 +166,39 @@ def test_ordinary_config_is_kept_as_it_is() -> None:
     plain = EvaluateConfig().model_dump(mode="json")
     assert json.dumps(redact_config(plain)) == json.dumps(plain)
     assert flat_params(redact_config(plain)) == flat_params(plain)
+
+
+def test_hub_id_that_looks_like_a_key_stays_a_parameter(tracker: Tracker) -> None:
+    source = "hf-internal-testing/tiny-random-LlamaForCausalLM"
+    run_id = tracker.start_run("sft", {"stage": "sft"}, {"model": {"source": source}})
+    assert tracker.read_run(run_id).params["model.source"] == source
+
+
+def test_paths_that_hold_a_secret_word_still_lead_to_the_artefact(
+    tracker: Tracker, make_artifact: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The user of a database and the directory of its data are often called the same.
+    root = "/srv/postgres-data/hf-experiments-2026-11/artifacts"
+    monkeypatch.setenv("DB_PASSWORD", "postgres-data")
+    outcome = json.dumps({"artifact": f"{root}/sft/x"})
+    places = {"artifact.path": f"{root}/sft/x", "workspace": f"host:{root}"}
+    upstream = {"upstream.preferences.path": f"{root}/ingest/x"}
+    run_id = tracker.start_run("sft", {"stage": "sft", **places, "note": root}, {})
+    tracker.set_tags(run_id, {"outcome.sft": outcome, **upstream, "failure": f"in {root}"})
+    tracker.finish(run_id, "FINISHED")
+    assert locate(tracker, "latest", "sft") == Path(f"{root}/sft/x")
+    tags = tracker.read_run(run_id).tags
+    assert {name: tags[name] for name in places} == places
+    assert tags["outcome.sft"] == outcome
+    assert tags["upstream.preferences.path"] == upstream["upstream.preferences.path"]
+    # What people read is redacted as before.
+    assert "postgres-data" not in tags["failure"] + tags["note"]
+
+
+def test_address_in_a_path_tag_has_no_password(tracker: Tracker) -> None:
+    tag = "upstream.source.path"
+    run_id = tracker.start_run("ingest", {tag: "https://me:pass@host/data.jsonl"}, {})
+    assert tracker.read_run(run_id).tags[tag] == "https://[redacted]@host/data.jsonl"
 
 
 def _everything_of(tracker: Tracker, run_id: str, directory: Path) -> str:

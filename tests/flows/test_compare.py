@@ -12,10 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.compare import CompareRequest, as_json, run_compare
+from flows.compare import CompareRequest, _write, as_json, run_compare
 from tasks.comparison import compare_runs
 from tasks.config import TrackingConfig
 from tasks.data.compare_page import render_comparison
+from tasks.errors import WorkspaceError
 from tasks.tracking import MetricPoint, Tracker, connect
 from tasks.workspace import Workspace
 
@@ -125,6 +126,19 @@ def test_page_that_cannot_be_written_is_told(
     result = CliRunner().invoke(app, ["compare", *runs, "--html", str(target)])
     assert result.exit_code == BAD_INPUT
     assert f"{target} cannot be written" in result.stderr
+
+
+def test_page_that_failed_leaves_nothing_and_home_is_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    target = tmp_path / "page.html"
+    target.mkdir()
+    with pytest.raises(WorkspaceError, match="cannot be written"):
+        _write(target, "text")
+    assert list(tmp_path.iterdir()) == [target]
+    _write(Path("~/other.html"), "text")
+    assert (tmp_path / "other.html").read_text(encoding="utf-8") == "text"
 
 
 @pytest.mark.slow

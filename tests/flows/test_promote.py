@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from flows.promote import Decision, PromoteRequest, apply_verdict, promote, rollback
+from flows.staleness import champion_run
 from tasks.config import EvaluateConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
 from tasks.model_registry import CHAMPION, Registry
@@ -168,6 +169,15 @@ def test_champion_that_changed_during_the_evaluation_refuses(
     assert not said.is_champion
     assert "the champion is version 2 meanwhile" in said.text
     assert champion_of(chains.registry) == 2
+
+
+def test_champion_whose_files_are_gone_is_the_champion_still(chains: Chains) -> None:
+    assert champion_run(chains.tracker) is None
+    student = chains.student()
+    chains.evaluate(student)
+    shutil.rmtree(student.path)
+    run = champion_run(chains.tracker)
+    assert run is not None and run.run_id == student.manifest.mlflow_run_id
 
 
 def test_student_of_no_version_is_told(chains: Chains) -> None:
