@@ -80,7 +80,7 @@ def run_command(
 ) -> None:
     """Run the chain: ingest, sft, reward_model, offline_ppo, distill, evaluate.
 
-    With a section `ablation`, compare methods of offline_ppo instead.
+    With a section `ablation`, compare methods of one stage instead.
 
     Finished stages with the same config, inputs and code are reused. A killed run continues from
     its last checkpoint when the same command is given again. No server is needed.

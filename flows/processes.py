@@ -32,7 +32,8 @@ _POLL_SECONDS = 0.2
 class ServiceRecord(BaseModel):
     """What is written down about a started process.
 
-    ``started_at`` is in seconds since 1970, as the kernel has it.
+    ``started_at`` is in seconds since 1970, as the kernel has it; ``environment`` is what was
+    added to it.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ServiceRecord(BaseModel):
     started_at: float
     port: int | None
     log_path: str
+    environment: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def mark_of(directory: Path, name: str) -> str:
 def read_record(directory: Path, name: str) -> ServiceRecord | None:
     """Return what is written down about a service; None when there is nothing, or it is torn."""
     try:
-        return ServiceRecord.model_validate_json((directory / f"{name}.json").read_text())
+        return ServiceRecord.model_validate_json((directory / f"{name}.json").read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
 
@@ -124,6 +126,7 @@ def start(service: Service) -> ServiceRecord:
         started_at=psutil.Process(process.pid).create_time(),
         port=service.port,
         log_path=str(service.log_path),
+        environment=dict(service.environment),
     )
     _write(service.directory / f"{service.name}.json", record)
     return record

@@ -39,7 +39,7 @@ def _add_lineage(app: typer.Typer, reported: Reported) -> None:
         ref: Annotated[
             str,
             typer.Argument(
-                help="A path, runs:/<id>, models:/<name>@<alias>, models:/<name>/<version>, "
+                help="A path, `runs:/<id>`, `models:/<name>@<alias>`, `models:/<name>/<version>`, "
                 f"latest, or a stage: {_STAGE_LIST}."
             ),
         ],
@@ -87,8 +87,8 @@ def _add_compare(app: typer.Typer, reported: Reported) -> None:
             list[str] | None,
             typer.Argument(
                 metavar="[REF]...",
-                help="Runs: latest (the newest chain), a stage, runs:/<id> or the id, "
-                "models:/<name>@<alias>, models:/<name>/<version>, or an artefact's path. "
+                help="Runs: latest (the newest chain), a stage, `runs:/<id>` or the id, "
+                "`models:/<name>@<alias>`, `models:/<name>/<version>`, or an artefact's path. "
                 "Default: the two newest chains.",
             ),
         ] = None,
@@ -122,8 +122,8 @@ def _add_promotion(app: typer.Typer, reported: Reported) -> None:
         version: Annotated[
             str,
             typer.Argument(
-                help="A version's number, candidate, models:/<name>@<alias>, "
-                "models:/<name>/<version>, or runs:/<id> of the run that made the student."
+                help="A version's number, candidate, `models:/<name>@<alias>`, "
+                "`models:/<name>/<version>`, or `runs:/<id>` of the run that made the student."
             ),
         ],
         why: Why = "by hand",
@@ -160,7 +160,7 @@ def _add_reproduce(app: typer.Typer, reported: Reported) -> None:
         ref: Annotated[
             str,
             typer.Argument(
-                help="A stage's run: runs:/<id> or the id, models:/<name>@<alias>, a stage, or an "
+                help="A stage's run: `runs:/<id>` or the id, `models:/<name>@<alias>`, a stage, or an "
                 "artefact's path."
             ),
         ],

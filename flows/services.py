@@ -118,7 +118,10 @@ def _service(
 def is_healthy(record: ServiceRecord, api_url: str) -> bool:
     """Tell whether a service does its work: a server answers, the worker sends heartbeats."""
     if record.name == WORKER:
-        return _worker_is_online(api_url, record.started_at)
+        prefect = read_record(Path(record.log_path).parent, PREFECT)
+        # The database may still have a heartbeat from before the server's start.
+        since = max(record.started_at, prefect.started_at if prefect else 0.0)
+        return _worker_is_online(api_url, since)
     path = "/api/health" if record.name == PREFECT else "/health"
     try:
         with urllib.request.urlopen(base_url(record.port) + path, timeout=_PROBE_SECONDS):

@@ -39,7 +39,7 @@ from flows.services import (
 from tasks.config import TrackingConfig
 from tasks.errors import ClusterError, ConfigError, WorkspaceError
 from tasks.loading_config import find_config, load_config
-from tasks.workspace import Workspace
+from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = {WORKER: 45.0, MLFLOW: 15.0, PREFECT: 15.0}
@@ -158,6 +158,12 @@ def _start_all(
     services = [prefect_server(workspace, ports[PREFECT])]
     if tracking.tracking_uri is None:
         ports[MLFLOW] = _port(workspace, MLFLOW, request.mlflow_port, MLFLOW_PORT)
+        if ports[MLFLOW] == ports[PREFECT]:
+            raise ConfigError(
+                f"Port {ports[PREFECT]} is given to Prefect and to MLflow",
+                "one port each",
+                "change --prefect-port or --mlflow-port",
+            )
         services.append(mlflow_server(workspace, ports[MLFLOW]))
     missing = [one for one in services if _running(workspace, one.name) is None]
     for service in missing:
@@ -187,7 +193,17 @@ def _start_worker(
 ) -> None:
     mlflow = read_record(directory_of(workspace), MLFLOW)
     uri = tracking.tracking_uri or base_url(mlflow.port if mlflow else None)
-    _wait(_started(workspace, worker(workspace, api_url, uri), started), api_url)
+    service = worker(workspace, api_url, uri)
+    record = _running(workspace, WORKER)
+    if record is not None and not _has_addresses(record, service):
+        # It would go on asking servers that are elsewhere now.
+        stop(service.directory, WORKER, _STOP_SECONDS[WORKER])
+    _wait(_started(workspace, service, started), api_url)
+
+
+def _has_addresses(record: ServiceRecord, service: Service) -> bool:
+    names = ("PREFECT_API_URL", TRACKING_VARIABLE)
+    return all(record.environment.get(name) == service.environment[name] for name in names)
 
 
 def _port(workspace: Workspace, name: str, wanted: int | None, default: int) -> int:
