@@ -160,8 +160,8 @@ def _add_reproduce(app: typer.Typer, reported: Reported) -> None:
         ref: Annotated[
             str,
             typer.Argument(
-                help="A stage's run: `runs:/<id>` or the id, `models:/<name>@<alias>`, a stage, or an "
-                "artefact's path."
+                help="A stage's run: `runs:/<id>` or the id, `models:/<name>@<alias>`, a stage, or "
+                "an artefact's path."
             ),
         ],
         as_json: AsJson = False,
