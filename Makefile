@@ -28,11 +28,12 @@ demo: $(STAMP)  ## run the whole chain on the embedded default and print what it
 	$(BIN)/rlhf run configs/demo.yaml
 
 test: $(STAMP)  ## all tests but the longest, the fast ones first
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not alone and not long"
 	$(PYTEST) -m slow
+	$(BIN)/pytest -m alone
 
 test-fast: $(STAMP)  ## unit tests only
-	$(PYTEST) -m "not slow and not long"
+	$(PYTEST) -m "not slow and not alone and not long"
 
 test-long: $(STAMP)  ## an ablation, a cluster that loses a node, and `rlhf up` while its processes are killed
 	$(PYTEST) -m long

@@ -12,7 +12,7 @@ import pytest
 
 from tasks.backends.cluster import worker_environment
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.alone
 
 SCRIPT = Path(__file__).with_name("gpu_request.py")
 
