@@ -8,10 +8,11 @@ BENCH := $(VENV)/bench
 BENCH_STAMP := $(BENCH)/.installed
 # Most of a slow test is waiting for servers; a file stays in one process.
 TEST_PROCESSES ?= 2
+FAST := not slow and not alone and not long and not endurance
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 export RLHF_HOME ?= $(CURDIR)/var
 
-.PHONY: help demo test test-fast test-long check bench bench-ppo bench-distill bench-ingest clean lock
+.PHONY: help demo test test-fast test-long test-endurance check bench bench-ppo bench-distill bench-ingest clean lock
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -28,15 +29,18 @@ demo: $(STAMP)  ## run the whole chain on the embedded default and print what it
 	$(BIN)/rlhf run configs/demo.yaml
 
 test: $(STAMP)  ## all tests but the longest, the fast ones first
-	$(PYTEST) -m "not slow and not alone and not long"
+	$(PYTEST) -m "$(FAST)"
 	$(PYTEST) -m slow
 	$(BIN)/pytest -m alone
 
 test-fast: $(STAMP)  ## unit tests only
-	$(PYTEST) -m "not slow and not alone and not long"
+	$(PYTEST) -m "$(FAST)"
 
-test-long: $(STAMP)  ## an ablation, a cluster that loses a node, and `rlhf up` while its processes are killed
+test-long: $(STAMP)  ## an ablation, and a cluster that loses a node
 	$(PYTEST) -m long
+
+test-endurance: $(STAMP)  ## killed services, repeats of every stage, PostgreSQL; before a release
+	$(BIN)/pytest -m endurance
 
 check: $(STAMP)  ## linters, types and import rules
 	$(BIN)/ruff format --check .

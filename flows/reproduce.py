@@ -102,10 +102,16 @@ def reproduce(request: ReproduceRequest) -> Reproduction:
     prepare_environment(workspace, is_debug=request.is_debug)
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}"
     home = workspace.root / "reproductions" / f"{recorded.stage}-{recorded.run.run_id[:8]}-{stamp}"
-    _share_downloads(workspace, Workspace(home))
-    with termination_as_interrupt():
-        path = _repeat(recorded, repeats, workspace, home)
-    found = _compare(recorded, path)
+    try:
+        _share_downloads(workspace, Workspace(home))
+        with termination_as_interrupt():
+            path = _repeat(recorded, repeats, workspace, home)
+        found = _compare(recorded, path)
+    except BaseException:
+        # Another attempt would start anew, elsewhere.
+        if not request.is_kept:
+            shutil.rmtree(home, ignore_errors=True)
+        raise
     if found.is_equal and not request.is_kept:
         shutil.rmtree(home)
         found = found.model_copy(update={"repeat_path": None})

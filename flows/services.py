@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 
+from flows.prefect_api import api_client
 from flows.processes import HOST, Service, ServiceRecord, living, read_record
 from tasks.loading_config import PROJECT_ROOT
 from tasks.workspace import HOME_VARIABLE, TRACKING_VARIABLE, Workspace
@@ -132,9 +133,8 @@ def is_healthy(record: ServiceRecord, api_url: str) -> bool:
 
 def _worker_is_online(api_url: str, started_at: float) -> bool:
     try:
-        answer = httpx.post(
-            f"{api_url}/work_pools/{POOL}/workers/filter", json={}, timeout=_PROBE_SECONDS
-        )
+        with api_client(api_url, _PROBE_SECONDS) as client:
+            answer = client.post(f"/work_pools/{POOL}/workers/filter", json={})
         answer.raise_for_status()
         found = [one for one in answer.json() if one["name"] == WORKER_NAME]
     except (httpx.HTTPError, ValueError):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tasks.artifacts import KINDS, Artifact, ParentRef, load_artifact, read_manifest
+from tasks.config import STAGES
 from tasks.errors import MissingInputError
 from tasks.model_registry import Registry, StudentVersion
 from tasks.tracking import PIPELINE, RunRecord, Tracker
@@ -27,8 +28,8 @@ def resolve_reference(tracker: Tracker, ref: str, stage: str, kind: type[A]) -> 
 
     Args:
         tracker: the experiment to look in.
-        ref: ``latest`` (the newest FINISHED run of ``stage``), ``runs:/<id>`` (a stage's run, or a
-            pipeline run, which stands for its ``stage``), ``models:/<name>@<alias>``,
+        ref: ``latest`` or the stage's name (its newest FINISHED run), ``runs:/<id>`` (a stage's
+            run, or a pipeline run, which stands for its ``stage``), ``models:/<name>@<alias>``,
             ``models:/<name>/<version>``, a path, or ``upstream:<ref>`` (what the artefact behind
             ``ref`` stands on).
         stage: which stage makes it.
@@ -59,7 +60,13 @@ def locate(tracker: Tracker, ref: str, stage: str) -> Path:
     if text.startswith(UPSTREAM):
         start = locate(tracker, text.removeprefix(UPSTREAM), stage)
         return _upstream_path(start, ref, stage)
-    if text == LATEST:
+    if text in STAGES and text != stage:
+        raise MissingInputError(
+            f"Reference {ref!r} is a stage, but not the one that makes this",
+            f"{stage}, or a reference to its result",
+            f"give {stage!r}, a run, a version or a path (./{text} for a directory of that name)",
+        )
+    if text in (LATEST, stage):
         run = tracker.latest_finished(stage)
         if run is None:
             raise MissingInputError(

@@ -31,8 +31,14 @@ def _run_with(tracker: Tracker, artifact: Any, status: Status = "FINISHED") -> s
 def test_every_form_leads_to_the_artefact(tracker: Tracker, make_artifact: Make) -> None:
     base = make_artifact("sft")
     run_id = _run_with(tracker, base)
-    for ref in ("latest", f"runs:/{run_id}", f" runs:/{run_id}/ ", str(base.path)):
+    for ref in ("latest", "sft", f"runs:/{run_id}", f" runs:/{run_id}/ ", str(base.path)):
         assert resolve_reference(tracker, ref, "sft", PolicyCheckpoint) == base
+
+
+def test_another_stage_is_refused_by_name(tracker: Tracker, make_artifact: Make) -> None:
+    _run_with(tracker, make_artifact("sft"))
+    with pytest.raises(MissingInputError, match=r"'sft' is a stage, but not.*give 'reward_model'"):
+        resolve_reference(tracker, "sft", "reward_model", RewardModelCheckpoint)
 
 
 def test_relative_path(

@@ -26,7 +26,7 @@ from compose_file import DEPLOYMENTS, read_compose
 
 from tasks.config import STAGES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.endurance
 
 ROOT = DEPLOYMENTS.parent
 SMALL_CHAIN = ROOT / "tests" / "backends" / "small_chain.yaml"

@@ -14,7 +14,7 @@ from tasks.data.ablation_page import read_ablation
 from tasks.data.ablation_report import SHARE
 from tasks.loading_config import load_config, merge
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.endurance
 CONFIG = Path(__file__).parent / "small_ablation.yaml"
 
 

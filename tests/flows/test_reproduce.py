@@ -186,7 +186,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-@pytest.mark.long
+@pytest.mark.endurance
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_stage_of_a_chain_repeats_with_the_same_bits(finished: Path, stage: str) -> None:
     done = _rlhf(finished, "reproduce", stage, "--json")

@@ -19,7 +19,7 @@ from service_client import FINAL, ROOT, Services, wait_for
 
 from tasks.config import STAGES
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.endurance
 
 CHAIN = "rlhf-pipeline/nightly"
 # Long enough to be killed in the middle of sft; checkpoints come every second or so.
