@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# TRL lies in an environment of its own, which sees the packages of the ordinary one.
+# TRL and openai (for `transformers serve`) lie in an environment of their own, which sees the packages of the ordinary one.
 BENCH := $(VENV)/bench
 BENCH_STAMP := $(BENCH)/.installed
 # Most of a slow test is waiting for servers; a file stays in one process.
@@ -12,7 +12,7 @@ FAST := not slow and not alone and not long and not endurance
 PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
 export RLHF_HOME ?= $(CURDIR)/var
 
-.PHONY: help demo test test-fast test-long test-endurance check bench bench-ppo bench-distill bench-ingest clean lock
+.PHONY: help demo test test-fast test-long test-endurance check bench bench-ppo bench-distill bench-ingest bench-mt-bench clean lock
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -70,6 +70,9 @@ bench-distill: $(STAMP)  ## the student's step with soft labels against cross-en
 
 bench-ingest: $(STAMP)  ## ingestion against datasets; BENCH_INGEST_ARGS="--quick", or "--help" for the rest
 	PYTHONPATH=tests $(BIN)/python -m benchmarks.ingest $(BENCH_INGEST_ARGS)
+
+bench-mt-bench: $(BENCH_STAMP)  ## SmolLM2-135M answers MT-Bench's 80 questions, judged over HTTP by transformers serve; an hour; BENCH_MT_BENCH_ARGS="--help"
+	PYTHONPATH=tests $(BIN)/python -m benchmarks.mt_bench $(BENCH_MT_BENCH_ARGS)
 
 clean:  ## remove the workspace, the environment and caches
 	rm -rf $(VENV) var .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis *.egg-info

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tasks.backends.api_key import read_key
+from tasks.backends.model_server import check_program
 from tasks.config import EvaluateConfig
 from tasks.data.hub import is_hub_id
 from tasks.data.hub_questions import download_questions
@@ -47,6 +48,8 @@ def evaluate_fields(cfg: EvaluateConfig, fields: dict[str, Any]) -> dict[str, An
         judging[name] = None if judging[name] is None else "file"
     judging["prompts"] = OWN if judging["prompts"] == OWN else "file"
     answers["files"] = dict.fromkeys(sorted(answers["files"]), "file")
+    if cfg.answers.backend != "vllm":
+        del answers["vllm"]
     questions = DEMO if cfg.questions == DEMO else "file"
     return {**fields, "questions": questions, "judging": judging, "answers": answers}
 
@@ -57,7 +60,7 @@ def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
     Raises:
         MissingInputError: a file is not there.
         DataError: a file in another format, or answers to other questions.
-        ConfigError: no key in the environment.
+        ConfigError: no key in the environment, or no vLLM.
     """
     files = {}
     for name, (path, field) in evaluate_files(cfg, workspace).items():
@@ -75,6 +78,8 @@ def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
         read_key(cfg.judging.endpoint.api_key_env)
     if cfg.answers.backend == "openai":
         read_key(cfg.answers.endpoint.api_key_env)
+    if cfg.answers.backend == "vllm":
+        check_program(cfg.answers.vllm)
 
 
 def demo_questions(workspace: Workspace) -> Path:

@@ -21,6 +21,7 @@ from tasks.config_shared import (
 CHAIN_MODELS = ("base", "policy", "student")
 PAIR_FILE: Final = "pair"
 _LONGEST_NAME_BYTES: Final = 200
+_SET_BY_THE_STAGE: Final = frozenset({"--host", "--port", "--model", "--served-model-name"})
 
 
 def checked_address(value: str) -> str:
@@ -89,6 +90,38 @@ class EndpointConfig(Section):
         return checked_address(value)
 
 
+class VllmConfig(Section):
+    """`vllm serve`, started on loopback for one model after the other."""
+
+    command: tuple[str, ...] = setting(
+        ("vllm", "serve"),
+        description="What comes before the model's directory; vLLM may live in an environment of "
+        "its own: [/opt/vllm/bin/vllm, serve].",
+    )
+    arguments: tuple[str, ...] = Field(
+        ("--gpu-memory-utilization=0.6",),
+        description="Further ones, like --tensor-parallel-size=2. The reward model stays on the "
+        "first GPU meanwhile.",
+    )
+    start_seconds: PositiveFloat = setting(900.0, description="Longest wait for the server.")
+
+    @field_validator("command")
+    @classmethod
+    def _check_command(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or not value[0].strip():
+            raise ValueError("names no program; the usual one is [vllm, serve]")
+        return value
+
+    @field_validator("arguments")
+    @classmethod
+    def _check_arguments(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        given = {argument.split("=")[0].replace("_", "-") for argument in value}
+        taken = sorted(given & _SET_BY_THE_STAGE)
+        if taken:
+            raise ValueError(f"{taken} are set by the stage; leave them out")
+        return value
+
+
 class JudgingConfig(Section):
     """How a language model judges; the reward model needs none of it."""
 
@@ -119,9 +152,11 @@ class JudgingConfig(Section):
 class AnswersConfig(Section):
     """Who writes the answers to the questions."""
 
-    backend: Literal["transformers", "openai"] = Field(
-        "transformers", description="The chain's own models, or servers."
+    backend: Literal["transformers", "vllm", "openai"] = Field(
+        "transformers",
+        description="The chain's own models in this process or by vLLM, or any servers.",
     )
+    vllm: VllmConfig = VllmConfig()
     endpoint: EndpointConfig = EndpointConfig()
     served: dict[str, str] = Field(
         {},
@@ -151,8 +186,13 @@ class AnswersConfig(Section):
     def _check_addresses(cls, value: dict[str, str]) -> dict[str, str]:
         return {name: checked_address(address) for name, address in value.items()}
 
+    def endpoint_at(self, address: str, name: str) -> EndpointConfig:
+        """Return the endpoint of a server that the stage started; it asks for no key."""
+        changes = {"model": name, "base_url": address, "api_key_env": None}
+        return self.endpoint.model_copy(update=changes)
+
     def endpoint_of(self, name: str) -> EndpointConfig:
-        """Return the endpoint that answers for a name."""
+        """Return the endpoint that answers for a name of `served`."""
         address = self.addresses.get(name, self.endpoint.base_url)
         changes = {"model": self.served[name], "base_url": address}
         return self.endpoint.model_copy(update=changes)

@@ -4,8 +4,8 @@ held-out prompts, scored by the reward model; what the reward model gives is nam
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from tasks.artifacts import (
 from tasks.backends.answering import (
     Answerer,
     AnswerPlan,
+    Count,
     EndpointAnswerer,
     LocalAnswerer,
 )
@@ -38,13 +39,14 @@ from tasks.backends.eval_inputs import (
 from tasks.backends.grading import GradingPlan, grade
 from tasks.backends.heard import Heard, held_out_scores, reward_judgments
 from tasks.backends.judging import Judge
+from tasks.backends.model_server import served
 from tasks.backends.reward_scoring import RewardScorer
 from tasks.backends.session import open_session
 from tasks.backends.speaking import Prompt, Speaker
 from tasks.backends.stored_answers import answer_prompts, answer_questions
 from tasks.backends.trajectories import response_rows
 from tasks.config import EvaluateConfig
-from tasks.context import StageContext
+from tasks.context import RunLog, StageContext
 from tasks.data.alpaca import write_model_outputs
 from tasks.data.eval_page import render_page
 from tasks.data.eval_report import plot_radar, plot_scores, render_report
@@ -183,6 +185,7 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
     )
     names = list(cfg.answers.served) if cfg.answers.backend == "openai" else list(models)
     heard = {}
+    count = _Count(log, 2 * len(asked.questions) + len(asked.held_out.prompts), len(names))
     with (
         closing(store_of(asked.ctx, "answers")) as answers,
         closing(store_of(asked.ctx, "held_out")) as held_out,
@@ -190,22 +193,52 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
         # One budget for all models and all runs.
         usage = usage_in(answers, held_out)
         for index, name in enumerate(names):
-            log.progress(index, len(names), f"{name} answers")
-            answerer = _answerer(asked, name, models, usage)
-            said = answer_prompts(name, answerer, asked.held_out.prompts, plan, held_out)
-            heard[name] = Heard(name, answer_questions(name, answerer, plan, answers), said)
+            count.begin(index, name)
+            with _answerer(asked, name, models, usage, count) as answerer:
+                said = answer_prompts(name, answerer, asked.held_out.prompts, plan, held_out)
+                heard[name] = Heard(name, answer_questions(name, answerer, plan, answers), said)
             _tell_limits(asked.ctx, heard[name])
-    log.progress(len(names), len(names), "answered")
+    count.begin(len(names), "all")
     return heard
 
 
-def _answerer(asked: _Asked, name: str, models: Mapping[str, Path], usage: Usage) -> Answerer:
-    cfg = asked.cfg
+class _Count:
+    """Tells how many responses of all models are there; stored ones count when their model is
+    through."""
+
+    def __init__(self, log: RunLog, per_model: int, n_models: int) -> None:
+        self._log, self._per_model, self._total = log, per_model, per_model * n_models
+        self._done = self._limit = 0
+        self._name = ""
+
+    def begin(self, index: int, name: str) -> None:
+        """Go on with a model, by its place."""
+        self._done, self._limit = index * self._per_model, (index + 1) * self._per_model
+        self._name = name
+        self(0)
+
+    def __call__(self, n_new: int) -> None:
+        """Count new responses."""
+        self._done = min(self._done + n_new, self._limit, self._total)
+        self._log.progress(self._done, self._total, f"answers, {self._name}")
+
+
+@contextmanager
+def _answerer(
+    asked: _Asked, name: str, models: Mapping[str, Path], usage: Usage, count: Count
+) -> Iterator[Answerer]:
+    cfg, ctx = asked.cfg, asked.ctx
     if cfg.answers.backend == "openai":
-        endpoint = ChatEndpoint(cfg.answers.endpoint_of(name), usage)
-        return EndpointAnswerer(endpoint, cfg.generation)
-    speaker = Speaker(models[name], asked.renderer, cfg.runtime)
-    return LocalAnswerer(speaker, asked.renderer, cfg.generation)
+        served_by = ChatEndpoint(cfg.answers.endpoint_of(name), usage)
+        yield EndpointAnswerer(served_by, cfg.generation, count)
+    elif cfg.answers.backend == "vllm":
+        log_path = ctx.checkpoint_dir / f"vllm-{name}.log"
+        with served(cfg.answers.vllm, models[name], name, log_path) as address:
+            served_by = ChatEndpoint(cfg.answers.endpoint_at(address, name), usage)
+            yield EndpointAnswerer(served_by, cfg.generation, count)
+    else:
+        speaker = Speaker(models[name], asked.renderer, cfg.runtime)
+        yield LocalAnswerer(speaker, asked.renderer, cfg.generation, count)
 
 
 def _tell_limits(ctx: StageContext, heard: Heard) -> None:

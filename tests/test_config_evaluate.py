@@ -44,6 +44,11 @@ SERVED = {"base": "b", "policy": "p", "student": "s"}
             },
             "named 'pair', which is the file of comparisons",
         ),
+        ({"answers": {"vllm": {"command": []}}}, "names no program"),
+        (
+            {"answers": {"vllm": {"arguments": ["--port=1", "--served_model_name", "x"]}}},
+            r"\['--port', '--served-model-name'\] are set by the stage",
+        ),
         ({"judging": {"endpoint": {"api_key_env": ""}}}, "names no variable; null is for"),
         ({"answers": {"endpoint": {"api_key_env": " "}}}, "names no variable; null is for"),
         ({"category_temperatures": {"math": -1}}, "category_temperatures.math"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -127,6 +128,27 @@ def test_judged_over_http_in_both_ways(
     assert {row.model for row in again.pairs} == {*MODELS, "other"} and again.differing == 0
     alpaca = json.loads((found.path / "alpaca" / "student.json").read_text())
     assert {row["generator"] for row in alpaca} == {"student"} and alpaca[0]["output"]
+
+
+def test_models_served_by_vllm_answer_as_in_this_process(run: Run) -> None:
+    """Greedy decoding of the same prompts: chat template, end of turn and limits are the same."""
+    program = Path(__file__).parent / "vllm_stand_in.py"
+    vllm = {"command": [sys.executable, str(program), "serve"], "arguments": []}
+    greedy = dict.fromkeys(CHAIN.evaluate.category_temperatures, 0.0)
+    changes: dict[str, Any] = {"generation": {"temperature": 0.0}, "category_temperatures": greedy}
+    here = run(**changes)
+    there = run(**changes, answers={"backend": "vllm", "vllm": vllm})
+    assert here.path != there.path
+    for name in MODELS:
+        ours, theirs = (
+            [(row["question_id"], row["choices"][0]["turns"]) for row in _rows(file)]
+            for file in (at.path / "model_answer" / f"{name}.jsonl" for at in (here, there))
+        )
+        assert ours == theirs and len(ours) == 4
+        ours, theirs = (
+            json.loads((at.path / "alpaca" / f"{name}.json").read_text()) for at in (here, there)
+        )
+        assert ours == theirs and ours
 
 
 def test_judge_that_refuses_everything_gives_no_score_and_fails_the_gate(run: Run) -> None:

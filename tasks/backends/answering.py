@@ -21,6 +21,8 @@ from tasks.errors import ClusterError
 T = TypeVar("T")
 R = TypeVar("R")
 _SEEDS: Final = 2**31
+# Is told how many responses have come in since it was called last.
+Count = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +155,17 @@ class LocalAnswerer:
 
     draws_together = True
 
-    def __init__(self, speaker: Speaker, renderer: Renderer, cfg: GenerationConfig) -> None:
+    def __init__(
+        self,
+        speaker: Speaker,
+        renderer: Renderer,
+        cfg: GenerationConfig,
+        count: Count = lambda n_new: None,
+    ) -> None:
         self.speaker = speaker
         self.renderer = renderer
         self.cfg = cfg
+        self.count = count
 
     def answer(
         self, asked: Sequence[Asked], seed: int, done: Callable[[Asked, Said], None]
@@ -167,7 +176,14 @@ class LocalAnswerer:
             by_temperature.setdefault(one.temperature, []).append(one)
         for temperature, group in by_temperature.items():
             cfg = self.cfg.model_copy(update={"temperature": temperature})
-            replies = self.speaker.reply([one.prompt for one in group], cfg, seed)
+            known = 0
+
+            def progress(n_done: int, total: int) -> None:
+                nonlocal known
+                self.count(n_done - known)
+                known = n_done
+
+            replies = self.speaker.reply([one.prompt for one in group], cfg, seed, progress)
             for one, reply in zip(group, replies, strict=True):
                 ids = tuple(reply.row.response_ids)
                 is_cut = self.renderer.end_of_turn_id not in ids
@@ -203,9 +219,12 @@ class EndpointAnswerer:
 
     draws_together = False
 
-    def __init__(self, endpoint: ChatEndpoint, cfg: GenerationConfig) -> None:
+    def __init__(
+        self, endpoint: ChatEndpoint, cfg: GenerationConfig, count: Count = lambda n_new: None
+    ) -> None:
         self.endpoint = endpoint
         self.cfg = cfg
+        self.count = count
 
     def answer(
         self, asked: Sequence[Asked], seed: int, done: Callable[[Asked, Said], None]
@@ -217,6 +236,7 @@ class EndpointAnswerer:
 
         def take(one: Asked, said: Said) -> str:
             done(one, said)
+            self.count(1)
             return said.failure
 
         self._all(asked, ask, take)
@@ -237,6 +257,7 @@ class EndpointAnswerer:
 
         def take(question: Question, answered: Answered) -> str:
             done(answered)
+            self.count(len(answered.said))
             return answered.failure
 
         self._all(questions, ask, take)

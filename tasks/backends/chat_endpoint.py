@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, Final, Literal
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -20,6 +21,7 @@ from tasks.config import EndpointConfig
 from tasks.data.hh import Message
 from tasks.errors import ClusterError, ConfigError, RlhfError
 
+_LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 _MAX_REPLY_BYTES: Final = 8 * 2**20
 _LONGEST_BACKOFF_SECONDS: Final = 30.0
 _RETRIED: Final = frozenset({408, 409, 425, 429, *range(500, 600)})
@@ -136,8 +138,10 @@ class ChatEndpoint:
         # byte of a slow stream.
         # Without TLS, its certificates need not be read, which takes a tenth of a second.
         verify = self.cfg.base_url.startswith("https:")
+        # No proxy leads to this machine.
+        is_here = urlsplit(self.cfg.base_url).hostname in _LOOPBACK
         async with httpx.AsyncClient(
-            headers=headers, limits=limits, timeout=None, verify=verify
+            headers=headers, limits=limits, timeout=None, verify=verify, trust_env=not is_here
         ) as client:
             self._client = client
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,10 +41,16 @@ class Speaker:
             threads=runtime.cpu_threads,
         )
 
-    def reply(self, prompts: Sequence[Prompt], cfg: GenerationConfig, seed: int) -> list[Reply]:
-        """Return one reply per prompt."""
+    def reply(
+        self,
+        prompts: Sequence[Prompt],
+        cfg: GenerationConfig,
+        seed: int,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> list[Reply]:
+        """Return one reply per prompt; progress gets prompts done and prompts in all."""
         rendered = [self._renderer.prompt_ids(prompt)[0] for prompt in prompts]
-        found = self._generator.generate(rendered, cfg, seed)
+        found = self._generator.generate(rendered, cfg, seed, progress)
         return [
             Reply(Row(prompt, response), self._renderer.decode(response))
             for prompt, response in zip(rendered, found, strict=True)

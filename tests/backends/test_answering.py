@@ -104,6 +104,14 @@ def test_killed_run_that_goes_on_ends_with_the_same_answers(
         assert asked.n_parts <= 4 and again.n_parts == 0
 
 
+def test_responses_are_counted_as_they_come(local: LocalAnswerer, tmp_path: Path) -> None:
+    counts: list[int] = []
+    counting = LocalAnswerer(local.speaker, local.renderer, local.cfg, counts.append)
+    answer_questions("m", counting, plan_of(), LineStore(tmp_path / "answers.jsonl"))
+    # 8 questions of two turns, in more than one batch.
+    assert sum(counts) == 16 and len(counts) > 2 and min(counts) > 0
+
+
 class _counting:
     """A local answerer that counts the parts that it answers."""
 

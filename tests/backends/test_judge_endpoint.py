@@ -40,6 +40,15 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def test_a_proxy_is_not_asked_for_a_server_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with chat_server(lambda content, nth: Act()) as server:
+        monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+        graded = run(endpoint_of(server), plan_of(1), tmp_path / "judgments.jsonl")
+    assert [score.score for score in graded.scores] == [7.0, 7.0]
+
+
 def test_hundred_and_sixty_judgments_take_little_more_than_the_servers_time(tmp_path: Path) -> None:
     def answer(content: str, nth: int) -> Act:
         return Act(seconds=0.05)
