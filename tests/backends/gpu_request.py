@@ -46,7 +46,7 @@ def main() -> None:
         device = cluster.resolve_device(runtime)
         host = HostSpec.from_runtime(runtime, device)
         verl_host.RoleHost = Probe  # type: ignore[misc]
-        group = worker_group.start_group(host)
+        (group,) = worker_group.start_groups(host)
         layout = group.resource_pool.store
         json.dump({"device": device, "layout": layout, "ranks": group.given()}, sys.stdout)
     finally:

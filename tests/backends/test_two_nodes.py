@@ -85,7 +85,7 @@ def _homes(group: Any) -> list[str]:
 
 
 def _lose_node_of(rank: int, nodes: Cluster, loop: ppo_loop.PPOLoop) -> None:
-    home = _homes(loop.session.group)[rank]
+    home = _homes(loop.session.groups[0])[rank]
     lost = next(node for node in nodes.worker_nodes if node.node_id == home)
     nodes.remove_node(lost, allow_graceful=False)
 
@@ -99,7 +99,7 @@ def _disturb(
 
     def disturbed(loop: ppo_loop.PPOLoop) -> None:
         nonlocal is_done
-        seen.append(_homes(loop.session.group))
+        seen.append(_homes(loop.session.groups[0]))
         if loop.state.step == LOST_AT_STEP and not is_done:
             is_done = True
             action(loop)
@@ -174,7 +174,8 @@ def test_too_few_nodes_are_told_with_what_each_has(nodes: Cluster, train: Any) -
     assert "set runtime.nodes: 1" in str(caught.value)
     with pytest.raises(ClusterError, match="2 of 3 ranks would fit on the nodes that are left"):
         reserve(HostSpec(3, "cpu", 1, nodes=3), after_loss=True)
-    release(reserve(HostSpec(2, "cpu", 1, nodes=2), after_loss=True))
+    (placements,) = reserve(HostSpec(2, "cpu", 1, nodes=2), after_loss=True)
+    release(placements)
 
 
 def test_without_restarts_the_loss_ends_the_run(
