@@ -103,69 +103,31 @@ def _before_windows(monkeypatch: pytest.MonkeyPatch, action: Act) -> None:
     monkeypatch.setattr(ppo_loop.PPOLoop, "_window", disturbed)
 
 
-def _kill_worker_of(role: str, loop: ppo_loop.PPOLoop) -> None:
-    os.kill(loop.session._of(role).resources()[0]["pid"], signal.SIGKILL)
+def _fail_at_cut(loop: ppo_loop.PPOLoop) -> None:
+    if loop.state.step == CUT_AT_STEP:
+        raise RuntimeError("the power went")
 
 
-def test_separate_groups_are_two_and_change_no_bit(
-    train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[list[set[str]]] = []
-    roles: list[dict[str, int]] = []
-
-    def look(loop: ppo_loop.PPOLoop) -> None:
-        seen.append(_placements(loop))
-        groups = loop.session.groups
-        roles.append({role: groups.index(loop.session._of(role)) for role in loop.session.specs})
-
-    _before_windows(monkeypatch, look)
-    policy = train("separate")
-    assert len(seen) == 3
-    for first, second in seen:
-        assert len(first) == len(second) == 1
-        assert first.isdisjoint(second)
-    assert roles[0] == {ACTOR: 0, CRITIC: 1, "reference": 1, "reward-preference-0": 1}
-    assert _bytes(policy) == weights
-
-
-@pytest.mark.parametrize(
-    ("role", "group"),
-    [(ACTOR, "(actor)"), (CRITIC, "(critic, reward-preference-0, reference)")],
-)
-def test_a_dead_worker_of_either_group_is_replaced_and_changes_no_bit(
-    train: Any, weights: bytes, role: str, group: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kills = [CUT_AT_STEP]
-
-    def kill_once(loop: ppo_loop.PPOLoop) -> None:
-        if kills and loop.state.step == kills[0]:
-            kills.pop()
-            _kill_worker_of(role, loop)
-
-    _before_windows(monkeypatch, kill_once)
-    policy = train("separate", max_restarts=1)
-    assert not kills
-    tags = _tags(policy)
-    assert tags["event.restart"].startswith(f"1 of 1: Rank 0 of 1 {group} died")
-    assert tags["event.resumed"] == f"continuing from step {CUT_AT_STEP} of 6"
-    assert _bytes(policy) == weights
-
-
-@pytest.mark.parametrize("placements", [("colocated", "separate"), ("separate", "colocated")])
-def test_a_checkpoint_of_one_placement_goes_on_in_the_other(
-    train: Any, weights: bytes, placements: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(loop: ppo_loop.PPOLoop) -> None:
-        if loop.state.step == CUT_AT_STEP:
-            raise RuntimeError("the power went")
-
+def _goes_on(
+    train: Any, placements: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> PolicyCheckpoint:
+    """Train in one placement until the power goes, and in the other one from there."""
     with monkeypatch.context() as patch:
-        _before_windows(patch, fail)
+        _before_windows(patch, _fail_at_cut)
         with pytest.raises(RuntimeError, match="the power went"):
             train(placements[0])
-    policy = train(placements[1])
+    policy: PolicyCheckpoint = train(placements[1])
     assert _tags(policy)["event.resumed"] == f"continuing from step {CUT_AT_STEP} of 6"
-    assert _bytes(policy) == weights
+    return policy
+
+
+# The tests follow one another so that few workers have to be started.
+
+
+def test_a_checkpoint_of_colocated_roles_goes_on_in_separate_groups(
+    train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _bytes(_goes_on(train, ("colocated", "separate"), monkeypatch)) == weights
 
 
 def _meet(directory: Path, own: str, other: str, loss_fn: Any, **kwargs: Any) -> Any:
@@ -179,23 +141,65 @@ def _meet(directory: Path, own: str, other: str, loss_fn: Any, **kwargs: Any) ->
     return loss_fn(**kwargs)
 
 
-def test_actor_and_critic_take_their_steps_at_the_same_time(
+def _let_meet(loop: ppo_loop.PPOLoop, directory: Path) -> None:
+    """Let the losses of actor and critic wait for one another."""
+    losses = {ACTOR: ppo_loop.actor_loss, CRITIC: ppo_loop.critic_step_loss}
+    for own, other in ((ACTOR, CRITIC), (CRITIC, ACTOR)):
+        loss = losses[own](loop.cfg)
+        loop.session.set_loss(own, partial(_meet, directory, own, other, loss))
+
+
+def test_two_groups_take_their_steps_at_the_same_time_and_change_no_bit(
     train: Any, weights: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray import cloudpickle
 
     # Workers do not know the test modules.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    losses = {ACTOR: ppo_loop.actor_loss, CRITIC: ppo_loop.critic_step_loss}
+    seen: list[list[set[str]]] = []
+    roles: list[dict[str, int]] = []
 
-    def meeting(loop: ppo_loop.PPOLoop) -> None:
-        for own, other in ((ACTOR, CRITIC), (CRITIC, ACTOR)):
-            loss = losses[own](loop.cfg)
-            loop.session.set_loss(own, partial(_meet, tmp_path, own, other, loss))
+    def look(loop: ppo_loop.PPOLoop) -> None:
+        seen.append(_placements(loop))
+        groups = loop.session.groups
+        roles.append({role: groups.index(loop.session._of(role)) for role in loop.session.specs})
+        _let_meet(loop, tmp_path)
 
-    _before_windows(monkeypatch, meeting)
-    assert _bytes(train("separate")) == weights
+    _before_windows(monkeypatch, look)
+    policy = train("separate")
+    assert len(seen) == 3
+    for first, second in seen:
+        assert len(first) == len(second) == 1
+        assert first.isdisjoint(second)
+    assert roles[0] == {ACTOR: 0, CRITIC: 1, "reference": 1, "reward-preference-0": 1}
     assert {path.name for path in tmp_path.iterdir()} == {ACTOR, CRITIC}
+    assert _bytes(policy) == weights
+
+
+def test_a_dead_worker_of_one_group_is_replaced_and_changes_no_bit(
+    train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = [CUT_AT_STEP]
+
+    def kill_once(loop: ppo_loop.PPOLoop) -> None:
+        if kills and loop.state.step == kills[0]:
+            kills.pop()
+            os.kill(loop.session._of(CRITIC).resources()[0]["pid"], signal.SIGKILL)
+
+    _before_windows(monkeypatch, kill_once)
+    policy = train("separate", max_restarts=1)
+    assert not kills
+    tags = _tags(policy)
+    group = "(critic, reward-preference-0, reference)"
+    assert tags["event.restart"].startswith(f"1 of 1: Rank 0 of 1 {group} died")
+    assert tags["event.resumed"] == f"continuing from step {CUT_AT_STEP} of 6"
+    assert _bytes(policy) == weights
+
+
+def test_a_checkpoint_of_separate_groups_goes_on_with_colocated_roles(
+    train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _bytes(_goes_on(train, ("separate", "colocated"), monkeypatch)) == weights
 
 
 def test_too_few_cpus_are_refused_before_any_work(

@@ -187,6 +187,29 @@ def test_without_restarts_the_loss_ends_the_run(
         train(max_restarts=0)
 
 
+def test_the_policy_moves_in_with_the_others_when_its_node_is_lost(
+    nodes: Cluster, train: Callable[..., PolicyCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.close()
+    if len(nodes.worker_nodes) < 2:
+        nodes.add_node(num_cpus=2, **SMALL)
+    policy = train(runtime={"nodes": 1})
+    seen: list[set[str]] = []
+
+    def lose(loop: ppo_loop.PPOLoop) -> None:
+        seen.extend(set(_homes(group)) for group in loop.session.groups)
+        _lose_node_of(0, nodes, loop)
+
+    _disturb(monkeypatch, lose)
+    disturbed = train(runtime={"nodes": 1, "placement": "separate"}, max_restarts=1)
+    first, second = seen
+    assert len(first) == len(second) == 1 and first.isdisjoint(second)
+    restart = _tags(disturbed)["event.restart"]
+    assert restart.startswith("1 of 1 in 1 of 2 groups: Rank 0, 1 of 2 (actor) died")
+    models = [found.model_dir / "model.safetensors" for found in (disturbed, policy)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
 def test_a_node_that_is_low_on_memory_is_told_in_one_line(
     nodes: Cluster, train: Any, tiny_dir: Path, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
