@@ -6,6 +6,7 @@ import ast
 import os
 import socket
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from flows.evaluate_inputs import check_evaluation
@@ -179,11 +180,17 @@ def check_groups(runtime: RuntimeConfig, groups: int) -> None:
     if groups == 1:
         return
     if runtime.ray_address is not None:
-        from tasks.backends.cluster import check_room
-
-        check_room(runtime, groups)
+        _check_cluster(runtime, groups)
     elif runtime.device != "cpu":
         check_gpus(runtime, groups, count_gpus())
+
+
+@cache
+def _check_cluster(runtime: RuntimeConfig, groups: int) -> None:
+    """Join the cluster and look; once for all methods of an ablation."""
+    from tasks.backends.cluster import check_room
+
+    check_room(runtime, groups)
 
 
 def count_gpus() -> int:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,10 @@ from flows.preflight import check_inputs
 from flows.reward_model import train_reward_model
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.backends import ppo_loop, session
+from tasks.backends.cluster import make_room
+from tasks.backends.placement import release, reserve
 from tasks.backends.ppo_batches import ACTOR, CRITIC
+from tasks.backends.roles import HostSpec
 from tasks.config import OfflinePPOConfig, PipelineConfig, RuntimeConfig, TrackingConfig
 from tasks.errors import ClusterError
 from tasks.loading_config import load_config, merge
@@ -202,6 +206,10 @@ def test_a_checkpoint_of_separate_groups_goes_on_with_colocated_roles(
     assert _bytes(_goes_on(train, ("separate", "colocated"), monkeypatch)) == weights
 
 
+def _less(runtime: dict[str, Any]) -> RuntimeConfig:
+    return RuntimeConfig.model_validate(runtime | {"placement": "colocated"})
+
+
 def test_too_few_cpus_are_refused_before_any_work(
     train: Any, weights: bytes, workspace: Workspace
 ) -> None:
@@ -228,8 +236,34 @@ def test_too_few_cpus_are_refused_before_any_work(
     with pytest.raises(ClusterError) as caught:
         train("separate", runtime=runtime, batch_prompts=8 * ranks)
     assert wanted in str(caught.value)
+
+
+def test_after_a_loss_one_group_is_reserved_where_two_do_not_fit(weights: bytes) -> None:
+    import ray
+
     session.close()
+    n_cpus = int(ray.cluster_resources()["CPU"])
+    two = HostSpec(n_cpus // 2, "cpu", 1, groups=2)
+    assert _reserved(two) == [n_cpus // 2, n_cpus // 2]
+    assert _reserved(replace(two, ranks=n_cpus), after_loss=True) == [n_cpus]
 
 
-def _less(runtime: dict[str, Any]) -> RuntimeConfig:
-    return RuntimeConfig.model_validate(runtime | {"placement": "colocated"})
+def _reserved(host: HostSpec, **how: bool) -> list[int]:
+    """Reserve places and give them back; return how many each group had."""
+    found = []
+    for placements in reserve(host, **how):
+        found.append(sum(placement.bundle_count for placement in placements))
+        release(placements)
+    return found
+
+
+def test_a_cluster_of_this_machine_grows_for_a_stage_that_needs_more(weights: bytes) -> None:
+    import ray
+
+    session.close()
+    runtime, n_cpus = RuntimeConfig(device="cpu"), int(ray.cluster_resources()["CPU"])
+    make_room(runtime, n_cpus)
+    assert ray.cluster_resources()["CPU"] == n_cpus
+    make_room(runtime, n_cpus + 1)
+    # And one for the driver's own tasks.
+    assert ray.cluster_resources()["CPU"] == n_cpus + 2
