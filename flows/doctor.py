@@ -21,15 +21,18 @@ from rich.table import Table
 from flows.environment import API_URL
 from flows.memory import StageMemory, estimate, gpu_stages, shape_of
 from flows.preflight import (
-    check_inputs,
+    check_gpus,
+    check_groups,
     check_ray_address,
+    check_sources,
+    count_gpus,
     models_of,
     ray_addresses,
     runtimes_of,
 )
 from flows.raw_sources import TINY
 from flows.temporary_server import is_healthy
-from tasks.config import STAGES, ModelConfig, PipelineConfig
+from tasks.config import STAGES, ModelConfig, PipelineConfig, RuntimeConfig
 from tasks.errors import RlhfError
 from tasks.provenance import DISTRIBUTION, package_versions
 from tasks.workspace import Workspace
@@ -74,6 +77,12 @@ def _checked(subject: str, check: Callable[[], object], detail: str) -> Finding:
     return Finding(subject=subject, status="ok", detail=detail)
 
 
+def _failed(subject: str, check: Callable[[], object]) -> list[Finding]:
+    """Return a line where the check fails."""
+    found = _checked(subject, check, "")
+    return [found] if found.status == "fail" else []
+
+
 def _packages() -> Iterable[Finding]:
     versions = package_versions()
     # The project itself may run from its source tree.
@@ -91,7 +100,7 @@ def _packages() -> Iterable[Finding]:
 def _accelerators(cfg: PipelineConfig) -> Iterable[Finding]:
     import torch
 
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    n_gpus = count_gpus()
     names = [
         f"{torch.cuda.get_device_name(i)}"
         f" ({torch.cuda.get_device_properties(i).total_memory / 2**30:.0f} GiB)"
@@ -104,13 +113,9 @@ def _accelerators(cfg: PipelineConfig) -> Iterable[Finding]:
         detail=", ".join([*names, cpus]) if names else f"no GPU, {cpus}",
     )
     for stage, runtime in runtimes_of(cfg).items():
-        if runtime.ray_address is None and runtime.device == "cuda" and runtime.ranks > n_gpus:
-            yield Finding(
-                subject=f"{stage}.runtime",
-                status="fail",
-                detail=f"{runtime.ranks} ranks on cuda, but {n_gpus} GPUs here. "
-                "Fix: lower runtime.ranks, set runtime.ray_address, or runtime.device=cpu.",
-            )
+        if runtime.ray_address is None:
+            groups = getattr(cfg, stage).worker_groups
+            yield from _failed(f"{stage}.runtime", partial(check_gpus, runtime, groups, n_gpus))
         if runtime.attention == "flash_attention_2" and not importlib.util.find_spec("flash_attn"):
             yield Finding(
                 subject=f"{stage}.runtime",
@@ -161,6 +166,18 @@ def _ray(cfg: PipelineConfig) -> Iterable[Finding]:
         yield Finding(subject="ray", status="ok", detail="started here for each run")
     for address in sorted(addresses):
         yield _checked("ray", partial(check_ray_address, address), f"{address} answers")
+    for stage, runtime in runtimes_of(cfg).items():
+        groups = getattr(cfg, stage).worker_groups
+        if runtime.ray_address is not None and groups > 1:
+            text = f"{runtime.ray_address} has room for {groups} groups of {runtime.ranks} ranks"
+            yield _checked(f"{stage}.runtime", partial(_check_cluster, runtime, groups), text)
+
+
+def _check_cluster(runtime: RuntimeConfig, groups: int) -> None:
+    assert runtime.ray_address is not None
+    # Ray itself waits much longer for a cluster that does not answer.
+    check_ray_address(runtime.ray_address)
+    check_groups(runtime, groups)
 
 
 def _prefect() -> Finding:
@@ -190,25 +207,13 @@ def _files(cfg: PipelineConfig) -> Iterable[Finding]:
         "evaluate": cfg.evaluate.questions,
         "offline_ppo": cfg.offline_ppo.reward.function_path,
     }
-    without_ray = _without_addresses(cfg)
     for stage in STAGES:
         if stage in named and named[stage] is not None:
             yield _checked(
                 f"{stage} file",
-                partial(check_inputs, without_ray, [stage]),
+                partial(check_sources, cfg, [stage]),
                 str(named[stage]),
             )
-
-
-def _without_addresses(cfg: PipelineConfig) -> PipelineConfig:
-    """Return the config with Ray's addresses left out, which have a line of their own."""
-    updates = {
-        stage: getattr(cfg, stage).model_copy(
-            update={"runtime": runtime.model_copy(update={"ray_address": None})}
-        )
-        for stage, runtime in runtimes_of(cfg).items()
-    }
-    return cfg.model_copy(update=updates)
 
 
 def _models(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
@@ -307,7 +312,7 @@ def gpu_memory(cfg: PipelineConfig, workspace: Workspace) -> Iterable[Finding]:
     """Compare what the stages need of each GPU with the smallest one here."""
     import torch
 
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    n_gpus = count_gpus()
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(n_gpus)]
     student = cfg.distill.model or cfg.sft.model
     shapes = [shape_of(model, _model_dir(model, workspace)) for model in (cfg.sft.model, student)]
@@ -332,7 +337,7 @@ def _model_dir(model: ModelConfig, workspace: Workspace) -> Path | None:
 
 def gpu_finding(stage: StageMemory, gpu_bytes: int | None) -> Finding:
     """Return a line about a stage and GPUs of this size; None = there are none here."""
-    subject = f"{stage.stage} memory"
+    subject = " ".join(filter(None, (stage.stage, stage.group, "memory")))
     if gpu_bytes is None:
         detail = f"{stage}; there is no GPU here to compare with"
         return Finding(subject=subject, status="note", detail=detail)

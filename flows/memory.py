@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tasks.config import LoraConfig, ModelConfig, PipelineConfig, RenderingConfig, RuntimeConfig
+from flows.preflight import uses_gpus
+from tasks.config import (
+    LoraConfig,
+    ModelConfig,
+    OfflinePPOConfig,
+    PipelineConfig,
+    RenderingConfig,
+    RuntimeConfig,
+)
 from tasks.models.memory import (
     KNOWN_MODELS,
     ModelShape,
@@ -36,6 +44,7 @@ class StageMemory:
         working: of one micro-batch, what the backward pass needs and the logits; or what the
             optimizer's step needs, if that is more.
         generator: of the driver's own copy of a model that answers prompts; on one GPU only.
+        group: says which GPUs, where a stage has several groups of them.
     """
 
     stage: str
@@ -43,6 +52,7 @@ class StageMemory:
     gathered: int
     working: int
     generator: int = 0
+    group: str = ""
 
     @property
     def per_rank(self) -> int:
@@ -87,7 +97,7 @@ def estimate(cfg: PipelineConfig, base: ModelShape, student: ModelShape) -> list
     return [
         *stages,
         _reward_model(cfg, base),
-        _offline_ppo(cfg, base),
+        *_offline_ppo(cfg, base),
         _distill(cfg, base, student),
         _evaluate(cfg, base),
     ]
@@ -117,14 +127,35 @@ def _reward_model(cfg: PipelineConfig, base: ModelShape) -> StageMemory:
     return _training("reward_model", runtime, base, (state,), has_logits=False)
 
 
-def _offline_ppo(cfg: PipelineConfig, base: ModelShape) -> StageMemory:
+def _offline_ppo(cfg: PipelineConfig, base: ModelShape) -> list[StageMemory]:
     section = cfg.offline_ppo
     runtime, ranks = section.runtime, section.runtime.ranks
-    roles = [trained_bytes(base.n_parameters, ranks), frozen_bytes(base.n_parameters, ranks)]
+    policy = trained_bytes(base.n_parameters, ranks)
+    others = [frozen_bytes(base.n_parameters, ranks)]
     if any(name.partition(".")[0] == "reward_model" for name in section.reward.components):
-        roles += _reward_roles(cfg, base, ranks)
+        others += _reward_roles(cfg, base, ranks)
+    critic = []
     if section.advantage.estimator == "gae":
-        roles.append(trained_bytes(base.n_value_parameters, ranks))
+        critic = [trained_bytes(base.n_value_parameters, ranks)]
+    generator = _policy_answers(section, base)
+    if section.worker_groups == 1:
+        roles = (policy, *others, *critic)
+        return [_training("offline_ppo", runtime, base, roles, generator=generator)]
+    alone = _training("offline_ppo", runtime, base, (policy,), generator=generator)
+    # The driver's GPU may be one of either group.
+    rest = _training(
+        "offline_ppo", runtime, base, (*critic, *others), has_logits=False, generator=generator
+    )
+    # The reference reads one layer at a time, up to the vocabulary head.
+    reading = _reading(runtime, base)
+    reading += base.logits_bytes(runtime.tokens_per_micro_batch, runtime.dtype)
+    working = max(rest.working, reading) if critic else reading
+    rest = replace(rest, working=working)
+    return [replace(alone, group="policy"), replace(rest, group="critic and frozen models")]
+
+
+def _policy_answers(section: OfflinePPOConfig, base: ModelShape) -> int:
+    """Return what the driver needs to answer the prompts of probes, report and candidates."""
     guards, report = section.guards, section.report
     answers = [
         (min(guards.probe_prompts, _PROBE_BATCH), guards.probe_max_new_tokens),
@@ -132,8 +163,7 @@ def _offline_ppo(cfg: PipelineConfig, base: ModelShape) -> StageMemory:
     ]
     if section.candidates.per_prompt:
         answers.append((section.candidates.batch_size, section.candidates.max_new_tokens))
-    generator = max(_answering(base, section.rendering, *answer) for answer in answers)
-    return _training("offline_ppo", runtime, base, tuple(roles), generator=generator)
+    return max(_answering(base, section.rendering, *answer) for answer in answers)
 
 
 def _distill(cfg: PipelineConfig, base: ModelShape, student: ModelShape) -> StageMemory:
@@ -225,8 +255,7 @@ def gpu_stages(
     """Yield the stages that will run on GPUs: told to, or for lack of another word where this
     machine has enough of them."""
     for stage in stages:
-        runtime: RuntimeConfig = getattr(cfg, stage.stage).runtime
-        if runtime.device == "cuda" or (runtime.device == "auto" and n_gpus >= runtime.ranks):
+        if uses_gpus(getattr(cfg, stage.stage).runtime, n_gpus):
             yield stage
 
 

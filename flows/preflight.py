@@ -6,6 +6,7 @@ import ast
 import os
 import socket
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from flows.evaluate_inputs import check_evaluation
@@ -30,14 +31,28 @@ _CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
 def check_inputs(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
-    """Check files, models and addresses of these stages.
+    """Check files, models and Ray clusters of these stages.
+
+    Raises:
+        RlhfError: as `check_sources`.
+        ClusterError: nothing answers at a Ray address, or there are too few CPUs or GPUs for
+            separate placement groups.
+    """
+    check_sources(cfg, stages)
+    for address in sorted(ray_addresses(cfg, stages)):
+        check_ray_address(address)
+    for stage, runtime in runtimes_of(cfg, stages).items():
+        check_groups(runtime, getattr(cfg, stage).worker_groups)
+
+
+def check_sources(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
+    """Check files and models of these stages.
 
     Raises:
         MissingInputError: a file is not there.
         DataError: a file is in another format.
         ModelError: a model lacks weights, tokenizer or chat template, or the hub does not have it.
         ConfigError: a reward file without the function named.
-        ClusterError: nothing answers at a Ray address.
     """
     if "ingest" in stages and not is_demo(cfg.ingest):
         for source in source_configs(cfg.ingest):
@@ -49,8 +64,6 @@ def check_inputs(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
         check_reward_function(Path(reward.function_path).expanduser(), reward.function_name)
     for model in models_of(cfg, stages):
         check_model(model)
-    for address in sorted(ray_addresses(cfg, stages)):
-        check_ray_address(address)
 
 
 def models_of(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> list[ModelConfig]:
@@ -155,6 +168,60 @@ def check_ray_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         raise _no_cluster(address, str(error)) from error
+
+
+def check_groups(runtime: RuntimeConfig, groups: int) -> None:
+    """Check that several groups of ranks fit into the cluster, or into this machine's GPUs; one
+    that is started here has as many CPUs as ranks.
+
+    Raises:
+        ClusterError: tells what is needed and what there is.
+    """
+    if groups == 1:
+        return
+    if runtime.ray_address is not None:
+        _check_cluster(runtime, groups)
+    elif runtime.device != "cpu":
+        check_gpus(runtime, groups, count_gpus())
+
+
+@cache
+def _check_cluster(runtime: RuntimeConfig, groups: int) -> None:
+    """Join the cluster and look; once for all methods of an ablation."""
+    from tasks.backends.cluster import check_room
+
+    check_room(runtime, groups)
+
+
+def count_gpus() -> int:
+    """Return the GPUs of this machine."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_gpus(runtime: RuntimeConfig, groups: int, n_gpus: int) -> None:
+    """Check that this machine has a GPU for each rank, where the ranks will run on GPUs.
+
+    Raises:
+        ClusterError: it has fewer.
+    """
+    if n_gpus >= runtime.ranks * groups or not uses_gpus(runtime, n_gpus):
+        return
+    ranks = f"runtime.ranks={runtime.ranks}"
+    fix = "lower runtime.ranks, set runtime.ray_address, or runtime.device=cpu"
+    if groups > 1:
+        ranks = f"{groups} groups of {ranks} (runtime.placement=separate)"
+        fix = f"set runtime.placement=colocated, {fix}"
+    raise ClusterError(
+        f"{n_gpus} GPUs on this machine", f"{runtime.ranks * groups} for {ranks}", fix
+    )
+
+
+def uses_gpus(runtime: RuntimeConfig, n_gpus: int) -> bool:
+    """Tell whether ranks run on GPUs: told to, or for lack of another word where there are enough
+    for a group."""
+    return runtime.device == "cuda" or (runtime.device == "auto" and n_gpus >= runtime.ranks)
 
 
 def _no_cluster(address: str, found: str) -> ClusterError:

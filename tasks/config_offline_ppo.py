@@ -256,6 +256,11 @@ class OfflinePPOConfig(StageConfig):
     rendering: RenderingConfig = RenderingConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
+    @property
+    def worker_groups(self) -> int:
+        """Two where the policy has ranks of its own."""
+        return 2 if self.runtime.placement == "separate" else 1
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_shares("batch_prompts", self.batch_prompts, self.runtime)

@@ -35,6 +35,11 @@ class StageConfig(Section):
 
     seed: Seed = 0
 
+    @property
+    def worker_groups(self) -> int:
+        """How many groups of ``runtime.ranks`` workers the stage asks Ray for."""
+        return 1
+
 
 class OptimizerConfig(Section):
     """AdamW with a warm-up and a constant or cosine schedule."""
@@ -76,6 +81,11 @@ class RuntimeConfig(Section):
     )
     nodes: PositiveInt = setting(
         1, description="Nodes of the Ray cluster that share the ranks, as many on each."
+    )
+    placement: Literal["colocated", "separate"] = setting(
+        "colocated",
+        description="separate: in offline PPO the policy has the ranks to itself, and the critic "
+        "and the frozen models have as many again in a placement group of their own.",
     )
     ray_address: str | None = setting(
         None, description="host:port or 'auto' of a running cluster; null starts one."

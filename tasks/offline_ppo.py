@@ -12,7 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
-from tasks.backends.behavior import check_logged
+from tasks.backends.behavior import CLONE, check_logged
 from tasks.backends.checkpoints import CheckpointStore
 from tasks.backends.policy_data import PolicyData
 from tasks.backends.policy_outcome import Outcome, report_of
@@ -35,6 +35,10 @@ from tasks.data.policy_report import PolicyReport, write_policy_report
 from tasks.data.rendering import Renderer
 from tasks.data.token_columns import TokenColumns, write_token_columns
 from tasks.errors import DataError
+
+# What learns from log-probabilities, one after the other; critic, reference and reward models go
+# elsewhere, so that a step of the critic is taken at the same time as one of the actor.
+_ALONE = (ACTOR, CLONE)
 
 
 @task(name="train-policy", cache_policy=NO_CACHE)
@@ -59,7 +63,7 @@ def train_policy(
     if cfg.behavior.policy == "logged":
         check_logged(train.pairs)
 
-    session = open_session(cfg.runtime, ctx.log)
+    session = open_session(cfg.runtime, ctx.log, alone=_ALONE if cfg.worker_groups > 1 else ())
     scorer = ComponentScorer(cfg.reward, session, reward_model)
     weights = dict(cfg.reward.components)
     if cfg.reward.search is not None:

@@ -89,7 +89,7 @@ def _before_window(
 
 
 def _kill_worker(loop: ppo_loop.PPOLoop) -> None:
-    os.kill(loop.session.group.resources()[0]["pid"], signal.SIGKILL)
+    os.kill(loop.session.groups[0].resources()[0]["pid"], signal.SIGKILL)
 
 
 def test_dead_workers_are_replaced_and_nothing_changes(
@@ -125,7 +125,7 @@ def test_workers_that_die_while_they_are_replaced_count_too(
         where = rebuild(session, *args)
         if not losses:
             losses.append(1)
-            os.kill(session.group.resources()[0]["pid"], signal.SIGKILL)
+            os.kill(session.groups[0].resources()[0]["pid"], signal.SIGKILL)
             time.sleep(1.0)
         return where
 

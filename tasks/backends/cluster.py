@@ -8,10 +8,12 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tasks.backends import worker_logs
+from tasks.backends import placement, worker_logs
+from tasks.backends.roles import HostSpec
 from tasks.config import RuntimeConfig
 from tasks.errors import ClusterError
 
@@ -65,9 +67,59 @@ def resolve_device(runtime: RuntimeConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if n_gpus >= runtime.ranks else "cpu"
 
 
-def connect(runtime: RuntimeConfig) -> None:
+def make_room(runtime: RuntimeConfig, n_ranks: int) -> None:
+    """Connect, to a cluster with a CPU for each rank where it is started on this machine.
+
+    One that was started here for an earlier stage, which needed less, is replaced.
+
+    Args:
+        runtime: where Ray is.
+        n_ranks: of all groups; no worker may be alive.
+
+    Raises:
+        ClusterError: as `connect`.
+    """
+    if runtime.ray_address is None and _started_here().get("cpus", n_ranks) < n_ranks:
+        disconnect()
+    connect(runtime, n_ranks)
+
+
+def check_room(runtime: RuntimeConfig, groups: int) -> None:
+    """Refuse a cluster that could not hold all ranks even if nothing else ran there; whoever was
+    not connected is not afterwards.
+
+    Args:
+        runtime: where Ray is, and the ranks of a group.
+        groups: of as many ranks.
+
+    Raises:
+        ClusterError: tells what is needed and what each node has; or as `connect`.
+    """
+    import ray
+
+    was_connected = ray.is_initialized()
+    try:
+        connect(runtime)
+        host = HostSpec.from_runtime(runtime, resolve_device(runtime), groups)
+        placement.check_room(host)
+    finally:
+        if not was_connected:
+            disconnect()
+
+
+@cache
+def _started_here() -> dict[str, int]:
+    """Hold how many CPUs the cluster has that this process started; empty when there is none."""
+    return {}
+
+
+def connect(runtime: RuntimeConfig, n_ranks: int | None = None) -> None:
     """Join the cluster at ``runtime.ray_address``, or start one on this machine; do nothing when
     connected.
+
+    Args:
+        runtime: where Ray is.
+        n_ranks: for which a cluster is started here; ``runtime.ranks`` unless given.
 
     Raises:
         ClusterError: nothing answers at the address within ``ray_start_timeout_seconds``.
@@ -91,16 +143,16 @@ def connect(runtime: RuntimeConfig) -> None:
     }
     os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
     with _own_signal_handler():
-        _start_or_join(runtime, options)
+        _start_or_join(runtime, n_ranks or runtime.ranks, options)
     worker_logs.listen()
 
 
-def _start_or_join(runtime: RuntimeConfig, options: dict[str, Any]) -> None:
+def _start_or_join(runtime: RuntimeConfig, n_ranks: int, options: dict[str, Any]) -> None:
     import ray
 
     address = runtime.ray_address
     if address is None:
-        n_cpus = max(2, runtime.ranks + 1, os.cpu_count() or 1)
+        n_cpus = max(2, n_ranks + 1, os.cpu_count() or 1)
         # "local": without it Ray joins a cluster that somebody started on this machine.
         ray.init(
             address="local",
@@ -108,6 +160,7 @@ def _start_or_join(runtime: RuntimeConfig, options: dict[str, Any]) -> None:
             object_store_memory=_OBJECT_STORE_BYTES,
             **options,
         )
+        _started_here()["cpus"] = n_cpus
         return
     _check_reachable(address, runtime.ray_start_timeout_seconds)
     try:
@@ -173,6 +226,7 @@ def disconnect() -> None:
     """Leave the cluster; a cluster that was started here ends."""
     import ray
 
+    _started_here().clear()
     if ray.is_initialized():
         ray.shutdown()
 

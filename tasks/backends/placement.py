@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tasks.backends.roles import HostSpec
@@ -86,20 +86,60 @@ def even_layout(places: Sequence[int], ranks: int, counts: Sequence[int]) -> lis
     return None
 
 
-def most_ranks(places: Sequence[int]) -> int:
-    """Return how many ranks the nodes hold at most, as many on each that takes part."""
-    return max((n * sum(place >= n for place in places) for n in set(places)), default=0)
+def group_layouts(
+    places: Sequence[int], ranks: int, counts: Sequence[int], groups: int
+) -> list[list[int]] | None:
+    """Return the `even_layout` of each of several groups, all on the same number of nodes; None
+    when the nodes cannot hold them all.
+
+    Each takes the nodes that are emptiest when its turn comes, so that groups share nodes last.
+    """
+    for count in counts:
+        left, found = list(places), []
+        for _ in range(groups):
+            chosen = even_layout(left, ranks, [count])
+            if chosen is None:
+                break
+            for index in chosen:
+                left[index] -= ranks // count
+            found.append(chosen)
+        else:
+            return found
+    return None
 
 
-def reserve(host: HostSpec, *, after_loss: bool = False) -> list[Any]:
-    """Reserve a place for every rank and return one placement group per node.
+def most_ranks(places: Sequence[int], groups: int = 1) -> int:
+    """Return how many ranks of each group the nodes hold at most, as many on each node that takes
+    part."""
+    sizes = {place // share for place in places for share in range(1, groups + 1)} - {0}
+    # A group has no second share on a node, and all groups have as many shares.
+    shares = {n: sum(min(place // n, groups) for place in places) // groups for n in sizes}
+    return max((n * count for n, count in shares.items()), default=0)
 
-    Each group is bound to its node: verl's own groups only stay together, and two of them may meet
-    on one node. A node that dies unnoticed while it is waited for is left out of the next try.
+
+def check_room(host: HostSpec) -> None:
+    """Refuse a cluster that could not hold the ranks even if nothing else ran there.
+
+    Raises:
+        ClusterError: tells what is needed and what each node has.
+    """
+    nodes = live_nodes(host.device)
+    counts = node_counts(host.ranks, host.nodes, after_loss=False)
+    if group_layouts([node.total for node in nodes], host.ranks, counts, host.groups) is None:
+        raise _too_small(host, nodes, after_loss=False)
+
+
+def reserve(host: HostSpec, *, after_loss: bool = False) -> list[list[Any]]:
+    """Reserve a place for every rank and return, for each group of ranks, one placement group per
+    node.
+
+    Each placement group is bound to its node: verl's own only stay together, and two of them may
+    meet on one node. A node that dies unnoticed while it is waited for is left out of the next try.
 
     Args:
-        host: ranks, and how many nodes share them.
-        after_loss: take another number of nodes where the wanted one is not left.
+        host: ranks, how many nodes share them, and how many groups of them there are.
+        after_loss: take another number of nodes where the wanted one is not left, and one group
+            where not all fit.
 
     Raises:
         ClusterError: the nodes are too small or too few, or others keep them busy.
@@ -108,15 +148,29 @@ def reserve(host: HostSpec, *, after_loss: bool = False) -> list[Any]:
     deadline = time.monotonic() + _RESERVE_SECONDS
     while True:
         nodes = live_nodes(host.device)
-        if even_layout([node.total for node in nodes], host.ranks, counts) is None:
+        fitting = _that_fit(host, [node.total for node in nodes], counts, after_loss)
+        if fitting is None:
             raise _too_small(host, nodes, after_loss)
-        chosen = even_layout([node.free for node in nodes], host.ranks, counts)
-        groups = _pinned(host, [nodes[index] for index in chosen]) if chosen else None
-        if groups is not None:
-            return groups
+        free = [node.free for node in nodes]
+        layouts = group_layouts(free, host.ranks, counts, fitting.groups)
+        if layouts is not None:
+            reserved = _pinned(fitting, [[nodes[index] for index in one] for one in layouts])
+            if reserved is not None:
+                return reserved
         if time.monotonic() > deadline:
-            raise _too_busy(host, nodes)
+            raise _too_busy(fitting, nodes)
         time.sleep(_POLL_SECONDS)
+
+
+def _that_fit(
+    host: HostSpec, places: Sequence[int], counts: Sequence[int], after_loss: bool
+) -> HostSpec | None:
+    """Return the host with as many groups as the nodes hold: all of them or, after a loss, one;
+    None when that does not fit either."""
+    for groups in (host.groups, 1) if after_loss else (host.groups,):
+        if group_layouts(places, host.ranks, counts, groups) is not None:
+            return replace(host, groups=groups)
+    return None
 
 
 def release(groups: Sequence[Any]) -> None:
@@ -127,28 +181,33 @@ def release(groups: Sequence[Any]) -> None:
         remove_placement_group(group)
 
 
-def _pinned(host: HostSpec, nodes: Sequence[Node]) -> list[Any] | None:
-    """Reserve places on exactly these nodes; None when one of them does not give them."""
+def _pinned(host: HostSpec, nodes: Sequence[Sequence[Node]]) -> list[list[Any]] | None:
+    """Reserve places on exactly these nodes of each group; None when one of them does not give
+    them."""
     from ray.util import placement_group
 
     bundle = {"CPU": 1.0} | ({"GPU": 1.0} if host.device == "cuda" else {})
-    per_node = host.ranks // len(nodes)
-    groups = [
-        placement_group(
-            [dict(bundle) for _ in range(per_node)],
-            strategy="STRICT_PACK",
-            bundle_label_selector=[{_NODE_LABEL: node.node_id}] * per_node,
-        )
-        for node in nodes
+    per_node = host.ranks // len(nodes[0])
+    reserved = [
+        [
+            placement_group(
+                [dict(bundle) for _ in range(per_node)],
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{_NODE_LABEL: node.node_id}] * per_node,
+            )
+            for node in of_group
+        ]
+        for of_group in nodes
     ]
-    chosen = {node.node_id for node in nodes}
+    placements = [placement for of_group in reserved for placement in of_group]
+    chosen = {node.node_id for of_group in nodes for node in of_group}
     deadline = time.monotonic() + _PIN_SECONDS
     while time.monotonic() < deadline:
-        if all(group.wait(timeout_seconds=_POLL_SECONDS) for group in groups):
-            return groups
+        if all(placement.wait(timeout_seconds=_POLL_SECONDS) for placement in placements):
+            return reserved
         if not chosen <= {node.node_id for node in live_nodes(host.device)}:
             break
-    release(groups)
+    release(placements)
     return None
 
 
@@ -156,7 +215,11 @@ def _wanted(host: HostSpec) -> str:
     per_node = host.ranks // host.nodes
     unit = _unit(host)[:-1] if per_node == 1 else _unit(host)
     where = "one node" if host.nodes == 1 else f"each of {host.nodes} nodes"
-    return f"{per_node} {unit} on {where}, one for each of {host.ranks} ranks"
+    of_group = f"{per_node} {unit} on {where}, one for each of {host.ranks} ranks"
+    if host.groups == 1:
+        return of_group
+    in_all = f"{host.groups * host.ranks} {_unit(host)}"
+    return f"{in_all} for runtime.placement: separate, in each of {host.groups} groups {of_group}"
 
 
 def _unit(host: HostSpec) -> str:
@@ -171,14 +234,19 @@ def _list(nodes: Sequence[Node], what: str) -> str:
 
 def _too_small(host: HostSpec, nodes: Sequence[Node], after_loss: bool) -> ClusterError:
     places = [node.total for node in nodes]
-    fit = most_ranks(places)
+    # After a loss, one group was tried last.
+    groups = 1 if after_loss else host.groups
+    fit = most_ranks(places, groups)
     listed = f"{_unit(host)} of the Ray cluster's live nodes: {_list(nodes, 'total')}"
-    other = even_layout(places, host.ranks, node_counts(host.ranks, host.nodes, after_loss=True))
+    counts = node_counts(host.ranks, host.nodes, after_loss=True)
+    other = group_layouts(places, host.ranks, counts, groups)
     if after_loss:
         listed = f"{fit} of {host.ranks} ranks would fit on the nodes that are left. {listed}"
-    fix = f"set runtime.nodes: {len(other)}" if other else f"lower runtime.ranks to {fit}"
+    fix = f"set runtime.nodes: {len(other[0])}" if other else f"lower runtime.ranks to {fit}"
     if not other and not fit:
         fix = "set runtime.ray_address to another cluster"
+    if groups > 1:
+        fix = f"set runtime.placement: colocated, or {fix}"
     return ClusterError(
         listed, _wanted(host), f"{fix} (the same in all stages), or add nodes and start again"
     )

@@ -120,11 +120,9 @@ class BatchSource:
         """Compute what the snapshot says of the rows of several steps."""
         drawn = [step.rows for step in steps]
         rows = [self.data.rows[i] for indices in drawn for i in indices]
-        if self.needs_snapshot:
-            proximal: Sequence[Tensor] = self.session.logprobs(ACTOR, rows)
-        else:
+        proximal, values = self._read(rows)
+        if proximal is None:
             proximal = [self.data.ref_logprobs[i] for indices in drawn for i in indices]
-        values = self.session.values(CRITIC, rows) if self.uses_critic else None
         batches, start = [], 0
         for step, indices in zip(steps, drawn, strict=True):
             span = slice(start, start + len(indices))
@@ -140,3 +138,12 @@ class BatchSource:
                 )
             )
         return batches
+
+    def _read(self, rows: Sequence[Row]) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
+        """Return what policy and critic say of the rows, where they are asked."""
+        if self.needs_snapshot and self.uses_critic:
+            return self.session.logprobs_and_values(ACTOR, CRITIC, rows)
+        return (
+            self.session.logprobs(ACTOR, rows) if self.needs_snapshot else None,
+            self.session.values(CRITIC, rows) if self.uses_critic else None,
+        )

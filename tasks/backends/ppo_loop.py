@@ -234,10 +234,11 @@ class PPOLoop:
         inputs = prepare_step(self.cfg, self.data, batch, adaptive)
         n_rows = self.source.n_trained(batch)
         with self.clock.phase("update"):
+            batches = {}
             if inputs.returns is not None:
-                self.session.train_step(CRITIC, critic_batch(batch, inputs.returns, n_rows))
-            columns = actor_batch(self.cfg, self.data, batch, inputs, n_rows)
-            metrics = per_unit(self.session.train_step(ACTOR, columns)) | inputs.report
+                batches[CRITIC] = critic_batch(batch, inputs.returns, n_rows)
+            batches[ACTOR] = actor_batch(self.cfg, self.data, batch, inputs, n_rows)
+            metrics = per_unit(self.session.train_steps(batches)[ACTOR]) | inputs.report
         self.state.step += 1
         self.state.log_tau = inputs.log_tau
         if self.cfg.policy_loss == "ppo":

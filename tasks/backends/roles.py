@@ -66,16 +66,27 @@ class Batch:
 
 @dataclass(frozen=True)
 class HostSpec:
-    """The worker processes, which live through all stages."""
+    """The worker processes, which live on from stage to stage.
+
+    Args:
+        ranks: of each group.
+        device: of all ranks.
+        threads_per_rank: torch threads on a CPU.
+        nodes: that share the ranks of a group.
+        groups: of as many ranks each, in placement groups of their own.
+    """
 
     ranks: int
     device: Literal["cpu", "cuda"]
     threads_per_rank: int
     nodes: int = 1
+    groups: int = 1
 
     @classmethod
-    def from_runtime(cls, runtime: RuntimeConfig, device: Literal["cpu", "cuda"]) -> HostSpec:
-        """Share the CPU threads among the ranks, wherever they run: another number of threads may
-        round otherwise."""
+    def from_runtime(
+        cls, runtime: RuntimeConfig, device: Literal["cpu", "cuda"], groups: int = 1
+    ) -> HostSpec:
+        """Share the CPU threads among the ranks of a group, wherever they run: another number of
+        threads may round otherwise."""
         threads = max(1, runtime.cpu_threads // runtime.ranks)
-        return cls(runtime.ranks, device, threads, runtime.nodes)
+        return cls(runtime.ranks, device, threads, runtime.nodes, groups)

@@ -17,12 +17,12 @@ from tasks.errors import MemoryLimitError
 _PING_SECONDS = 20.0
 
 
-def start_group(host: HostSpec, *, after_loss: bool = False) -> Any:
-    """Start one process per rank and return verl's handle of them.
+def start_groups(host: HostSpec, *, after_loss: bool = False) -> list[Any]:
+    """Start one process per rank and return verl's handle of each group of them.
 
     Args:
-        host: ranks, nodes and device.
-        after_loss: take another number of nodes where the wanted one is not left.
+        host: ranks, nodes, device, and how many groups.
+        after_loss: take another number of nodes, or one group, where not enough is left.
 
     Raises:
         ClusterError: the nodes cannot hold the ranks.
@@ -32,26 +32,37 @@ def start_group(host: HostSpec, *, after_loss: bool = False) -> Any:
     if host.device == "cpu":
         # Registers the platform even where verl was imported before the environment was set.
         importlib.import_module(cluster.PLATFORM_MODULE)
+    reserved = reserve(host, after_loss=after_loss)
+    started: list[Any] = []
+    try:
+        for placements in reserved:
+            started.append(_start_group(host, placements))
+    except BaseException:
+        for group in started:
+            end_group(group)
+        for placements in reserved[len(started) :]:
+            release(placements)
+        raise
+    return started
+
+
+def _start_group(host: HostSpec, placements: list[Any]) -> Any:
+    """Start the processes of one group; they load their libraries while the next one is started."""
     import ray
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
     from tasks.backends.verl_host import RoleHost
 
-    use_gpu = host.device == "cuda"
-    groups = reserve(host, after_loss=after_loss)
-    layout = [host.ranks // len(groups)] * len(groups)
-    pool = RayResourcePool(layout, use_gpu=use_gpu, max_colocate_count=1)
-    pool.pgs = groups
+    layout = [host.ranks // len(placements)] * len(placements)
+    pool = RayResourcePool(layout, use_gpu=host.device == "cuda", max_colocate_count=1)
+    pool.pgs = placements
     actor = RayClassWithInitArgs(cls=ray.remote(RoleHost), threads=host.threads_per_rank)
     # On a cluster that was joined, whether there are GPUs is known only now.
     environment = cluster.worker_environment(host.device)
     try:
         return RayWorkerGroup(pool, actor, device_name=host.device, worker_env=environment)
-    except BaseException as error:
-        release(groups)
-        if isinstance(error, ray.exceptions.RayError):
-            raise lost_error(error, {}, host.ranks) from error
-        raise
+    except ray.exceptions.RayError as error:
+        raise lost_error(error, {}, host.ranks) from error
 
 
 def end_group(group: Any) -> None:
@@ -65,8 +76,12 @@ def end_group(group: Any) -> None:
 
 
 @contextmanager
-def watched(group: Any) -> Iterator[None]:
+def watched(group: Any, whose: str = "") -> Iterator[None]:
     """Tell what an error of the block means for the workers.
+
+    Args:
+        group: that the block calls.
+        whose: says which group it is, where there are several.
 
     Raises:
         MemoryLimitError: a rank ran out of the device's memory.
@@ -84,7 +99,7 @@ def watched(group: Any) -> Iterator[None]:
             "lower runtime.tokens_per_micro_batch or set runtime.gradient_checkpointing: true",
         ) from error
     except ray.exceptions.RayError as error:
-        lost = loss_of(error, group.workers)
+        lost = loss_of(error, group.workers, whose)
         if lost is None:
             raise
         raise lost from error

@@ -74,30 +74,33 @@ def ask(workers: Sequence[Any], seconds: float) -> Answers:
     return Answers(dead, set(asked.values()))
 
 
-def loss_of(error: Exception, workers: Sequence[Any]) -> WorkerLostError | None:
+def loss_of(error: Exception, workers: Sequence[Any], whose: str = "") -> WorkerLostError | None:
     """Return what an error of a call to all ranks tells of lost ones; None when the code that runs
     there raised it."""
     is_loss = _is_gone(error) or _is_broken_connection(error)
     dead = ask(workers, _DEATH_SECONDS if is_loss else _DOUBT_SECONDS).dead
-    return lost_error(error, dead, len(workers)) if dead or is_loss else None
+    return lost_error(error, dead, len(workers), whose) if dead or is_loss else None
 
 
-def lost_error(error: Exception, dead: Mapping[int, Exception], n_ranks: int) -> WorkerLostError:
+def lost_error(
+    error: Exception, dead: Mapping[int, Exception], n_ranks: int, whose: str = ""
+) -> WorkerLostError:
     """Return the error that tells the loss in one line.
 
     Args:
         error: of the call.
         dead: what Ray says of each rank that is gone; empty when none is known.
         n_ranks: in all.
+        whose: says which group of ranks it is, where there are several.
     """
     import ray
 
     told = [*dead.values(), error]
     memory = [found for found in told if isinstance(found, ray.exceptions.OutOfMemoryError)]
     reason = _reason((memory or told)[0])
-    found = f"Rank {', '.join(map(str, sorted(dead)))} of {n_ranks} died: {reason}"
+    found = f"Rank {', '.join(map(str, sorted(dead)))} of {n_ranks}{whose} died: {reason}"
     if not dead:
-        found = f"The {n_ranks} ranks lost a worker or their connection: {reason}"
+        found = f"The {n_ranks} ranks{whose} lost a worker or their connection: {reason}"
     fix = "look at the node's log"
     if memory:
         fix = (

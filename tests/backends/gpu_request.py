@@ -1,5 +1,5 @@
 """Run by test_gpu_request.py in a process of its own: what Ray gives to the ranks on two nodes that
-say they have a GPU each."""
+say they have a GPU each, first to one group of two and then to two groups of one."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from verl.single_controller.base.decorator import Dispatch, register
 from tasks.backends import cluster, verl_host, worker_group
 from tasks.backends.roles import HostSpec
 from tasks.config import RuntimeConfig
+from tasks.errors import ClusterError
 
 
 class Probe(Worker):  # type: ignore[misc]
@@ -46,9 +47,18 @@ def main() -> None:
         device = cluster.resolve_device(runtime)
         host = HostSpec.from_runtime(runtime, device)
         verl_host.RoleHost = Probe  # type: ignore[misc]
-        group = worker_group.start_group(host)
+        (group,) = worker_group.start_groups(host)
         layout = group.resource_pool.store
-        json.dump({"device": device, "layout": layout, "ranks": group.given()}, sys.stdout)
+        ranks = group.given()
+        worker_group.end_group(group)
+        separate = worker_group.start_groups(HostSpec(1, device, 1, groups=2))
+        apart = [rank for group in separate for rank in group.given()]
+        found = {"device": device, "layout": layout, "ranks": ranks, "apart": apart}
+        try:
+            cluster.check_room(runtime.model_copy(update={"nodes": 1}), 2)
+        except ClusterError as error:
+            found["refused"] = str(error)
+        json.dump(found, sys.stdout)
     finally:
         ray.shutdown()
         nodes.shutdown()

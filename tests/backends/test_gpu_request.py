@@ -40,3 +40,7 @@ def test_each_rank_gets_a_gpu_of_its_own() -> None:
     assert [rank["platform"] for rank in ranks] == [None, None]
     assert all(rank["visible"] for rank in ranks)
     assert len({rank["node"] for rank in ranks}) == 2
+    # In two groups each is rank 0, and has the GPU of another node.
+    assert [(rank["rank"], rank["gpus"]) for rank in found["apart"]] == [(0, 1), (0, 1)]
+    assert len({rank["node"] for rank in found["apart"]}) == 2
+    assert "4 GPUs for runtime.placement: separate" in found["refused"]

@@ -5,10 +5,18 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tasks.backends.placement import Node, _too_busy, _too_small, even_layout, most_ranks
+from tasks.backends.placement import (
+    Node,
+    _that_fit,
+    _too_busy,
+    _too_small,
+    even_layout,
+    group_layouts,
+    most_ranks,
+)
 from tasks.backends.placement import node_counts as counts
 from tasks.backends.roles import HostSpec
-from tasks.config import RuntimeConfig, identity_fields
+from tasks.config import STAGES, PipelineConfig, RuntimeConfig, identity_fields
 
 
 @pytest.mark.parametrize(
@@ -62,6 +70,58 @@ def test_how_many_ranks_would_fit(places: list[int], expected: int) -> None:
     assert most_ranks(places) == expected
 
 
+@pytest.mark.parametrize(
+    ("places", "ranks", "nodes", "expected"),
+    [
+        ([8, 8], 8, 1, [[0], [1]]),  # a node for each group
+        ([8, 8], 8, 2, [[0, 1], [0, 1]]),  # 4 of each on both
+        ([16], 8, 1, [[0], [0]]),
+        ([8, 7], 8, 1, None),
+        ([12, 12], 8, 2, [[0, 1], [0, 1]]),
+        ([9, 4, 3], 4, 1, [[0], [0]]),  # the first leaves 5, still the most
+        ([8, 4, 4], 8, 2, [[0, 1], [0, 2]]),
+        ([8, 4], 8, 2, None),  # the second finds 4 on one node only
+        ([2, 2, 2], 2, 1, [[0], [1]]),
+    ],
+)
+def test_two_groups_share_nodes_last(
+    places: list[int], ranks: int, nodes: int, expected: list[list[int]] | None
+) -> None:
+    wanted = counts(ranks, nodes, after_loss=False)
+    assert group_layouts(places, ranks, wanted, 2) == expected
+
+
+def test_one_group_has_its_own_layout() -> None:
+    for places in ([8, 8], [4, 8], [4, 4], [2, 5, 3], []):
+        alone = even_layout(places, 8, [1])
+        assert group_layouts(places, 8, [1], 1) == (None if alone is None else [alone])
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    # Half of 8 each; a node each; 3 of 4 and 3 of 3; 2 + 2 on two nodes, the first shared; one
+    # place is too little for two.
+    [([8], 4), ([8, 8], 8), ([4, 3], 3), ([4, 2, 2], 4), ([1], 0), ([], 0)],
+)
+def test_how_many_ranks_of_two_groups_would_fit(places: list[int], expected: int) -> None:
+    assert most_ranks(places, 2) == expected
+    if expected:
+        layouts = [group_layouts(places, expected, [n], 2) for n in (1, 2) if expected % n == 0]
+        assert any(layouts)
+
+
+@pytest.mark.parametrize(
+    ("places", "after_loss", "groups"),
+    [([8, 8], False, 2), ([8], False, None), ([8], True, 1), ([16], True, 2), ([4, 4], True, 1)],
+)
+def test_after_a_loss_one_group_will_do(
+    places: list[int], after_loss: bool, groups: int | None
+) -> None:
+    host = HostSpec(8, "cpu", 1, groups=2)
+    found = _that_fit(host, places, counts(8, 1, after_loss=after_loss), after_loss)
+    assert (found and found.groups) == groups
+
+
 NODES = [Node("aa11bb22cc", "10.0.0.1", 4, 1), Node("dd33ee44ff", "10.0.0.2", 2, 0)]
 
 
@@ -83,6 +143,23 @@ def test_what_the_nodes_have_is_told(
     assert expected in str(_too_small(host, NODES, after_loss=after_loss))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (
+            4,
+            "has 4, 10.0.0.2 (dd33ee44) has 2. Expected: 8 CPUs for runtime.placement: separate, in"
+            " each of 2 groups 4 CPUs on one node, one for each of 4 ranks. Fix: set "
+            "runtime.placement: colocated, or lower runtime.ranks to 2 (the same in all stages)",
+        ),
+        (3, "6 CPUs for runtime.placement: separate, in each of 2 groups 3 CPUs on one node"),
+    ],
+)
+def test_what_two_groups_need_is_told(ranks: int, expected: str) -> None:
+    host = HostSpec(ranks, "cpu", 1, groups=2)
+    assert expected in str(_too_small(host, NODES, after_loss=False))
+
+
 def test_what_is_free_is_told() -> None:
     told = str(_too_busy(HostSpec(2, "cuda", 1, 2), NODES))
     assert "Free GPUs" in told
@@ -98,3 +175,16 @@ def test_ranks_that_the_nodes_cannot_share_are_refused() -> None:
 def test_where_ranks_run_does_not_change_the_result() -> None:
     spread, together = (RuntimeConfig(ranks=2, nodes=nodes) for nodes in (2, 1))
     assert identity_fields(spread) == identity_fields(together)
+    apart = RuntimeConfig(ranks=2, placement="separate")
+    assert identity_fields(apart) == identity_fields(together)
+
+
+def test_only_offline_ppo_has_two_groups() -> None:
+    shared = {"runtime": {"placement": "separate"}}
+    cfg = PipelineConfig.model_validate(
+        dict.fromkeys(("sft", "reward_model", "offline_ppo", "distill", "evaluate"), shared)
+    )
+    assert {stage: getattr(cfg, stage).worker_groups for stage in STAGES} == {
+        stage: 2 if stage == "offline_ppo" else 1 for stage in STAGES
+    }
+    assert PipelineConfig().offline_ppo.worker_groups == 1

@@ -85,7 +85,7 @@ def _homes(group: Any) -> list[str]:
 
 
 def _lose_node_of(rank: int, nodes: Cluster, loop: ppo_loop.PPOLoop) -> None:
-    home = _homes(loop.session.group)[rank]
+    home = _homes(loop.session.groups[0])[rank]
     lost = next(node for node in nodes.worker_nodes if node.node_id == home)
     nodes.remove_node(lost, allow_graceful=False)
 
@@ -99,7 +99,7 @@ def _disturb(
 
     def disturbed(loop: ppo_loop.PPOLoop) -> None:
         nonlocal is_done
-        seen.append(_homes(loop.session.group))
+        seen.append(_homes(loop.session.groups[0]))
         if loop.state.step == LOST_AT_STEP and not is_done:
             is_done = True
             action(loop)
@@ -174,7 +174,8 @@ def test_too_few_nodes_are_told_with_what_each_has(nodes: Cluster, train: Any) -
     assert "set runtime.nodes: 1" in str(caught.value)
     with pytest.raises(ClusterError, match="2 of 3 ranks would fit on the nodes that are left"):
         reserve(HostSpec(3, "cpu", 1, nodes=3), after_loss=True)
-    release(reserve(HostSpec(2, "cpu", 1, nodes=2), after_loss=True))
+    (placements,) = reserve(HostSpec(2, "cpu", 1, nodes=2), after_loss=True)
+    release(placements)
 
 
 def test_without_restarts_the_loss_ends_the_run(
@@ -184,6 +185,29 @@ def test_without_restarts_the_loss_ends_the_run(
     _disturb(monkeypatch, lambda loop: _lose_node_of(1, nodes, loop))
     with pytest.raises(WorkerLostError, match=r"Rank 1 of 2 died: its node \w{8} died.*Fix: look"):
         train(max_restarts=0)
+
+
+def test_the_policy_moves_in_with_the_others_when_its_node_is_lost(
+    nodes: Cluster, train: Callable[..., PolicyCheckpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.close()
+    if len(nodes.worker_nodes) < 2:
+        nodes.add_node(num_cpus=2, **SMALL)
+    policy = train(runtime={"nodes": 1})
+    seen: list[set[str]] = []
+
+    def lose(loop: ppo_loop.PPOLoop) -> None:
+        seen.extend(set(_homes(group)) for group in loop.session.groups)
+        _lose_node_of(0, nodes, loop)
+
+    _disturb(monkeypatch, lose)
+    disturbed = train(runtime={"nodes": 1, "placement": "separate"}, max_restarts=1)
+    first, second = seen
+    assert len(first) == len(second) == 1 and first.isdisjoint(second)
+    restart = _tags(disturbed)["event.restart"]
+    assert restart.startswith("1 of 1 in 1 of 2 groups: Rank 0, 1 of 2 (actor) died")
+    models = [found.model_dir / "model.safetensors" for found in (disturbed, policy)]
+    assert models[0].read_bytes() == models[1].read_bytes()
 
 
 def test_a_node_that_is_low_on_memory_is_told_in_one_line(

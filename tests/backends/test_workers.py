@@ -303,10 +303,10 @@ def test_group_that_exceeds_a_micro_batch(scenarios: Any, first_step: FirstStep)
 def test_roles_come_and_go_in_the_same_processes(
     actor: Any, open_workers: Open, tiny_dir: Path, rows: list[Row]
 ) -> None:
-    before = actor.group.resources()[0]
+    before = actor.groups[0].resources()[0]
     assert (before["device"], before["threads"]) == ("cpu", 1)
     again = open_workers(tokens_per_micro_batch=512)
-    assert again.group.resources()[0]["pid"] == before["pid"]
+    assert again.groups[0].resources()[0]["pid"] == before["pid"]
     with pytest.raises(Exception, match=ROLE):
         again.logprobs(ROLE, rows)
 

@@ -146,7 +146,7 @@ class Bench:
     @cached_property
     def pid(self) -> int:
         """Process of the worker."""
-        return int(self.session.group.resources()[0]["pid"])
+        return int(self.session.groups[0].resources()[0]["pid"])
 
 
 def _reset_peak(pid: int) -> None:

@@ -285,7 +285,7 @@ class OwnSide:
     ) -> None:
         self.runtime, self.epochs, self.scratch = runtime, defaults.epochs, settings.scratch
         live = open_session(runtime)
-        self.session = TimedSession(live.group, runtime, live.host)
+        self.session = TimedSession(live.groups, runtime, live.host)
         _load_roles(self.session, defaults, model_dir, settings.scratch)
         directory = settings.scratch / f"{model_dir.name}-reward"
         members = (directory,) * defaults.members

@@ -68,6 +68,61 @@ def test_offline_ppo_by_hand() -> None:
     assert found.states.total - by_labels["offline_ppo"].states.total == 5252
 
 
+def _groups(**section: object) -> dict[str, StageMemory]:
+    """Return the groups of offline PPO where the policy is alone."""
+    runtime = {"tokens_per_micro_batch": 400, "placement": "separate"}
+    cfg = _plain(offline_ppo={"runtime": runtime, **section})
+    found = [stage for stage in estimate(cfg, SMALL, SMALL) if stage.stage == "offline_ppo"]
+    return {stage.group: stage for stage in found}
+
+
+def test_separate_groups_by_hand() -> None:
+    together = _stages(_plain())["offline_ppo"]
+    policy, rest = _groups().values()
+    assert (policy.group, rest.group) == ("policy", "critic and frozen models")
+    # 16 bytes for each of 1304 weights, and as much work as where it is not alone.
+    assert policy.states == RoleBytes(5216, 5216, 10432)
+    assert (policy.gathered, policy.working) == (together.gathered, together.working)
+    # Reference and reward model; 400 tokens of one layer, and 12 bytes for each of 10 logits.
+    assert rest.states == RoleBytes(5216 + 5252)
+    assert rest.working == 400 * (576 + 120)
+    # The driver may answer on a GPU of either.
+    assert policy.generator == rest.generator == together.generator
+    assert policy.states + rest.states == together.states
+
+
+def test_a_critic_is_beside_the_frozen_models_by_hand() -> None:
+    gae = {"advantage": {"estimator": "gae"}}
+    policy, rest = _groups(**gae).values()
+    assert policy == _groups()["policy"]
+    assert rest.states == RoleBytes(5216 + 2 * 5252, 5252, 2 * 5252)
+    # It keeps both layers for its backward pass, which is more than the reference's one and logits.
+    assert rest.working == 400 * 1152
+    together = _stages(_plain(offline_ppo=gae))["offline_ppo"]
+    assert policy.states + rest.states == together.states
+    by_labels = _groups(**gae, reward={"components": {"labels": 1.0}})
+    assert rest.states.total - by_labels["critic and frozen models"].states.total == 5252
+
+
+def test_a_7b_model_in_two_groups_by_hand() -> None:
+    changes = ["offline_ppo.runtime.placement=separate", "offline_ppo.advantage.estimator=gae"]
+    shape = KNOWN_MODELS["Qwen/Qwen2.5-7B-Instruct"]
+    together, *groups = (
+        stage
+        for overrides in (changes[1:], changes)
+        for stage in estimate(load_config(find_config("hh_gpu_7b"), overrides), shape, shape)
+        if stage.stage == "offline_ppo"
+    )
+    # On 8 ranks, N = 7.616e9 and 7.071e9 with a value head: 16 N + 4 N + 4 V + 16 V bytes against
+    # 16 N and 16 V + 4 N + 4 V.
+    states = [round(stage.states.total / GIB, 1) for stage in (together, *groups)]
+    assert states == [34.2, 14.2, 20.0]
+    assert [gpu_finding(stage, 80 * GIB).subject for stage in groups] == [
+        "offline_ppo policy memory",
+        "offline_ppo critic and frozen models memory",
+    ]
+
+
 def test_offloaded_roles_take_turns() -> None:
     runtime = {"tokens_per_micro_batch": 400, "offload": True}
     found = _stages(_plain(offline_ppo={"runtime": runtime}))["offline_ppo"]

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
+from flows import preflight
 from flows.evaluate_inputs import demo_questions
-from flows.preflight import check_inputs, check_ray_address, models_of, ray_addresses
+from flows.preflight import (
+    check_gpus,
+    check_inputs,
+    check_ray_address,
+    models_of,
+    ray_addresses,
+)
 from flows.raw_sources import raw_sources, result_fields, subset_name
 from tasks.artifacts import file_sha256
 from tasks.config import (
@@ -189,6 +196,42 @@ def test_automatic_ray_address_follows_the_environment(monkeypatch: pytest.Monke
 def test_addresses_of_all_stages() -> None:
     runtime = RuntimeConfig(ray_address="h:1")
     assert ray_addresses(_chain(sft=SftConfig(runtime=runtime))) == {"h:1"}
+
+
+@pytest.mark.parametrize(
+    ("device", "groups", "n_gpus"),
+    [("cuda", 1, 4), ("cuda", 2, 8), ("auto", 2, 8), ("auto", 2, 3), ("auto", 1, 0), ("cpu", 2, 0)],
+)
+def test_gpus_that_are_enough_or_not_used(device: Any, groups: int, n_gpus: int) -> None:
+    check_gpus(RuntimeConfig(ranks=4, device=device), groups, n_gpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "groups", "n_gpus", "expected"),
+    [
+        ("cuda", 1, 3, "3 GPUs on this machine. Expected: 4 for runtime.ranks=4. Fix: lower"),
+        ("cuda", 2, 7, "7 GPUs on this machine. Expected: 8 for 2 groups of runtime.ranks=4 "),
+        # Enough for one group, so that the chain would run on them.
+        ("auto", 2, 4, "4 GPUs on this machine. Expected: 8 for 2 groups of runtime.ranks=4 "),
+        ("auto", 2, 7, "(runtime.placement=separate). Fix: set runtime.placement=colocated"),
+    ],
+)
+def test_too_few_gpus_are_told(device: Any, groups: int, n_gpus: int, expected: str) -> None:
+    with pytest.raises(ClusterError) as caught:
+        check_gpus(RuntimeConfig(ranks=4, device=device), groups, n_gpus)
+    assert expected in str(caught.value)
+
+
+def test_two_groups_on_gpus_are_refused_before_any_work(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "count_gpus", lambda: 1)
+    separate = RuntimeConfig(device="cuda", placement="separate")
+    with pytest.raises(ClusterError, match=r"1 GPUs on this machine. Expected: 2 for 2 groups"):
+        check_inputs(_chain(offline_ppo=OfflinePPOConfig(runtime=separate)))
+    check_inputs(_chain(sft=SftConfig(runtime=separate)))
+    together = separate.model_copy(update={"placement": "colocated"})
+    check_inputs(_chain(offline_ppo=OfflinePPOConfig(runtime=together)))
 
 
 def test_moved_file_keeps_the_identity(tmp_path: Path, workspace: Workspace) -> None:
