@@ -136,7 +136,7 @@ def stage_run(
         prepared = prepare(stage, cfg, refs, tracker, workspace)
         reused = finished_artifact(prepared, workspace) if options.reuse else None
     if reused is not None:
-        settle(tracker, reused)
+        settle(tracker, reused, is_trial=options.is_trial)
         run_logger(stage).info("Reusing %s", reused.path)
         run = StageRun(prepared, None, reused)
         yield run
