@@ -15,7 +15,6 @@ from flows.environment import is_temporary
 from flows.monitor import StageOutcome
 from flows.options import RunOptions
 from flows.prepare import Prepared
-from flows.promote import apply_verdict
 from flows.reporting import publish_link
 from tasks.artifacts import (
     MANIFEST_NAME,
@@ -240,8 +239,6 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
         model_id = tracker.log_model_output(run_id, artifact, manifest.stage.replace("_", "-"))
         if isinstance(artifact, StudentAdapter):
             _register(tracker, artifact, model_id)
-    elif not tracker.is_for_reproductions:
-        apply_verdict(tracker, artifact)
 
 
 def _register(tracker: Tracker, student: StudentAdapter, model_id: str) -> None:
@@ -254,19 +251,19 @@ def _register(tracker: Tracker, student: StudentAdapter, model_id: str) -> None:
         registry.register(model_id, student)
 
 
-def settle(tracker: Tracker, artifact: Artifact, *, is_trial: bool) -> None:
-    """Bring the run of a reused artefact up to date.
+def settle(tracker: Tracker, artifact: Artifact, *, is_trial: bool) -> bool:
+    """Bring the run of a reused artefact up to date; False when it is not in this MLflow.
 
     It is ended if its process was killed after it had published the artefact. What an ablation
     made and a chain uses is a trial no longer.
     """
     run_id = artifact.manifest.mlflow_run_id
     if run_id is None:
-        return
+        return False
     try:
         run = tracker.read_run(run_id)
     except MissingInputError:
-        return
+        return False
     is_adopted = TRIAL in run.tags and not is_trial
     if is_adopted:
         tracker.drop_tag(run_id, TRIAL)
@@ -275,6 +272,7 @@ def settle(tracker: Tracker, artifact: Artifact, *, is_trial: bool) -> None:
         tracker.finish(run_id, "FINISHED")
     elif is_adopted and isinstance(artifact, StudentAdapter):
         _register(tracker, artifact, run.tags["model.id"])
+    return True
 
 
 def record_outcome(tracker: Tracker, run_id: str, stage: Stage, outcome: StageOutcome) -> None:

@@ -27,7 +27,7 @@ from flows.options import RunOptions
 from tasks.artifacts import PolicyCheckpoint, StudentAdapter, load_artifact, read_manifest
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, StageTimeoutError, TrainingError, WorkspaceError
-from tasks.model_registry import CANDIDATE, Registry
+from tasks.model_registry import CANDIDATE, CHAMPION, Registry
 from tasks.provenance import process_name, workspace_name
 from tasks.references import registered_version, resolve_reference
 from tasks.tracking import RunRecord, Tracker
@@ -142,6 +142,22 @@ def test_student_of_an_ablation_is_no_candidate_until_a_chain_uses_it(
     assert resolve_reference(tracker, "latest", "distill", StudentAdapter).path == Path(trial)
     assert run_stage("distill", REUSE) == trial
     assert [version.version for version in registry.versions()] == [2, 1]
+
+
+def test_reused_evaluation_decides_anew_and_tells_the_chain_of_now(
+    run_stage: Run, tracker: Tracker, before_publishing: Any
+) -> None:
+    for stage in ("ingest", "sft", "reward_model", "offline_ppo", "distill"):
+        run_stage(stage)
+    before_publishing("evaluate", lambda ctx: {"gate": {"verdict": "passed", "checks": []}})
+    first = run_stage("evaluate", changes={"promotion": {"enabled": False}})
+    assert "promotion is off" in _only_run(tracker, "evaluate").tags["promotion"]
+    chain = tracker.start_run("chain", {"stage": "pipeline"}, {})
+    options = REUSE.model_copy(update={"pipeline_run_id": chain})
+    assert run_stage("evaluate", options) == first
+    assert Registry(tracker).aliased(CHAMPION).version == 1
+    for run in (tracker.read_run(chain), _only_run(tracker, "evaluate")):
+        assert run.tags["promotion"] == "version 1 of rlhf-flows-student is the champion"
 
 
 def test_policy_of_an_ablation_is_not_the_latest(run_stage: Run, tracker: Tracker) -> None:
