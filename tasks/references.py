@@ -12,6 +12,7 @@ from tasks.artifacts import KINDS, Artifact, ParentRef, load_artifact, read_mani
 from tasks.config import STAGES
 from tasks.errors import MissingInputError
 from tasks.model_registry import Registry, StudentVersion
+from tasks.successors import standing_path
 from tasks.tracking import PIPELINE, TRIAL, RunRecord, Tracker
 
 LATEST = "latest"
@@ -175,7 +176,7 @@ def _upstream_path(start: Path, ref: str, stage: str) -> Path:
 
 def _artifact_dir(parent: ParentRef) -> Path | None:
     """Return where an upstream artefact lies; None for a raw file or model."""
-    return Path(parent.path) if parent.kind in KINDS else None
+    return standing_path(parent) if parent.kind in KINDS else None
 
 
 def _artifact_path(tracker: Tracker, run: RunRecord, ref: str, stage: str) -> Path:
