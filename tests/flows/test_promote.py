@@ -322,7 +322,9 @@ def test_rollback_to_a_student_that_is_gone_leaves_the_champion(chains: Chains) 
     ("arguments", "expected"),
     [
         (["promote", "7"], "no version 7"),
+        (["promote", "nosuch"], "a version's number (1), or an alias: candidate."),
         (["promote", "champion"], "alias 'champion'"),
+        (["promote", "models:/nobody@candidate"], "name rlhf-flows-student"),
         (["promote", "models:/nobody@candidate"], "No registered model 'nobody'"),
         (["promote", "runs:/0123"], "No MLflow run 0123"),
         (["rollback"], "alias 'champion'"),
