@@ -128,7 +128,8 @@ def _tried(registry: Registry, case: _Case) -> Decision:
             by = _who(f"evaluation {run_id}")
             move_champion(registry, Promotion(number, case.expected, by, why))
             instead = "" if case.expected is None else f" instead of version {case.expected}"
-            registry.tag(number, {"promotion.verdict": "promoted"})
+            # An earlier refusal is over.
+            registry.tag(number, {"promotion.verdict": "promoted", "promotion.reasons": "none"})
             return Decision(True, f"{name} is the champion{instead}")
         except PromotionError as error:
             reasons = [str(error)]

@@ -139,8 +139,9 @@ def test_champion_stays_where_nothing_can_be_compared(chains: Chains) -> None:
     chains.evaluate(_student_of(chains, 1), question_score=8.0, judge="openai")
     said = apply_verdict(chains.tracker, replace(found, is_reused=True))
     assert said.is_champion and champion_of(chains.registry) == 2
-    why = chains.registry.version(2).tags["promoted.why"]
-    assert why.endswith("passed; question_score 9 against the champion's 8")
+    tags = chains.registry.version(2).tags
+    assert (tags["promotion.verdict"], tags["promotion.reasons"]) == ("promoted", "none")
+    assert tags["promoted.why"].endswith("passed; question_score 9 against the champion's 8")
 
 
 def _student_of(chains: Chains, number: int) -> Any:
