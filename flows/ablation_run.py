@@ -79,7 +79,10 @@ class Ablation:
     def options(self) -> RunOptions:
         """How stages are run."""
         return RunOptions(
-            reuse=self.cfg.reuse, tracking=self.cfg.tracking, pipeline_run_id=self.log.run_id
+            reuse=self.cfg.reuse,
+            tracking=self.cfg.tracking,
+            pipeline_run_id=self.log.run_id,
+            is_trial=True,
         )
 
     @property

@@ -12,6 +12,7 @@ from tasks.artifacts import EvalReport, Manifest, load_artifact, read_manifest
 from tasks.config import STAGES
 from tasks.data.markdown import cell, table
 from tasks.errors import ArtifactError, MissingInputError
+from tasks.successors import standing_path
 from tasks.tracking import RunRecord, Tracker
 from tasks.tracking_values import flat_params
 
@@ -70,18 +71,18 @@ def _verdict(outcomes: Mapping[str, StageOutcome]) -> list[str]:
 def champion_manifests(tracker: Tracker, champion: RunRecord) -> dict[str, Manifest]:
     """Return what the champion's chain made, as far as it is still on the disk, by stage."""
     evaluations = tracker.find_runs({"upstream.student.run_id": champion.run_id}, "FINISHED", 1)
-    paths = [run.tags.get("artifact.path") for run in (*evaluations, champion)]
+    tags = [run.tags.get("artifact.path") for run in (*evaluations, champion)]
+    paths = [Path(tag) for tag in tags if tag is not None]
     found: dict[str, Manifest] = {}
     while paths:
-        path = paths.pop(0)
         try:
-            manifest = None if path is None else read_manifest(Path(path))
+            manifest = read_manifest(paths.pop(0))
         except (MissingInputError, ArtifactError):
             # What is gone is left out of the comparison; `rlhf lineage` names broken links.
             continue
-        if manifest is not None and manifest.stage not in found:
+        if manifest.stage not in found:
             found[manifest.stage] = manifest
-            paths += [parent.path for parent in manifest.parents.values()]
+            paths += [standing_path(parent) for parent in manifest.parents.values()]
     return found
 
 

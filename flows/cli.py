@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flows.cli_errors import FAILURE as _FAILURE
 from flows.cli_errors import reported as _reported
 from flows.cli_options import AsJson, Debug, Experiment, TrackingUri
 from flows.cli_services import services_app
 from flows.run_commands import add_run_commands
+from flows.terminal import terminal
 from tasks.config import TrackingConfig
 from tasks.loading_config import find_config, load_config, parse_stage
 from tasks.provenance import DISTRIBUTION, package_versions
@@ -100,7 +100,7 @@ def run_command(
             is_debug=debug,
         )
         monitor = run(request)
-        console = Console()
+        console = terminal()
         if cfg.ablation is None:
             print_result(console, monitor)
         else:
@@ -142,7 +142,7 @@ def score_command(  # noqa: PLR0913 - one argument per option
         if as_json:
             print(json.dumps(scored.as_json(), indent=2))
         else:
-            print_scored(Console(), scored)
+            print_scored(terminal(), scored)
 
 
 @app.command("score-judgments")
@@ -177,7 +177,7 @@ def score_judgments_command(
         if as_json:
             print(json.dumps(found.as_json(), indent=2, allow_nan=False))
         else:
-            print_judgments(Console(), found)
+            print_judgments(terminal(), found)
 
 
 @app.command("export")
@@ -226,7 +226,7 @@ def doctor_command(
         if as_json:
             print(json.dumps([finding.model_dump() for finding in findings], indent=2))
         else:
-            print_findings(Console(), findings)
+            print_findings(terminal(), findings)
         if any(finding.status == "fail" for finding in findings):
             raise typer.Exit(_FAILURE)
 

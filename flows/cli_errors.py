@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
-from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError
+from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError, sentence
 from tasks.workspace import HOME_VARIABLE, Workspace
 
 FAILURE = 1
@@ -41,7 +41,7 @@ def reported(is_debug: bool) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _STORAGE_ERRORS:
             _fail_unexpected(error, is_debug)
-        text = f"Writing {error.filename or 'to the workspace'} failed: {error.strerror}."
+        text = sentence(f"Writing {error.filename or 'to the workspace'} failed: {error.strerror}")
         _fail(f"{text} Fix: free space, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
     except Exception as error:
         _fail_unexpected(error, is_debug)
@@ -52,10 +52,8 @@ def _fail_unexpected(error: Exception, is_debug: bool) -> None:
     if workspace.is_full:
         text = f"Workspace {workspace.root} is full. Fix: free space and try again"
         _fail(f"{text}, or choose another {HOME_VARIABLE}.", _BAD_INPUT, is_debug)
-    cause = f"{type(error).__name__}: {error}".strip().rstrip(".")
-    _fail(
-        f"Unexpected failure: {cause}. Fix: run again with --debug for details.", FAILURE, is_debug
-    )
+    cause = sentence(f"Unexpected failure: {type(error).__name__}: {error}".rstrip(": "))
+    _fail(f"{cause} Fix: run again with --debug for details.", FAILURE, is_debug)
 
 
 def _fail(message: str, code: int, is_debug: bool) -> None:

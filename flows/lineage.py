@@ -11,17 +11,22 @@ _PLAIN = " ._-/:@=+,"  # beside letters and digits
 
 
 def print_lineage(console: Console, node: LineageNode) -> None:
-    """Print the tree from an artefact to its raw sources, and the links that do not hold."""
+    """Print the tree from an artefact to its raw sources, and the links that do not hold.
+
+    What was deleted and made again is named, too.
+    """
     for line in lineage_lines(node):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-    for broken in node.broken:
-        console.print(
-            f"{broken.status}: {broken.path or broken.key}: {broken.note}",
-            style="red",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
+    remade = [found for found in node.walk() if found.status == "remade"]
+    for style, told in (("yellow", remade), ("red", node.broken)):
+        for found in told:
+            console.print(
+                f"{found.status}: {found.path or found.key}: {found.note}",
+                style=style,
+                highlight=False,
+                markup=False,
+                soft_wrap=True,
+            )
 
 
 def lineage_lines(node: LineageNode) -> list[str]:

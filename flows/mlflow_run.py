@@ -15,7 +15,6 @@ from flows.environment import is_temporary
 from flows.monitor import StageOutcome
 from flows.options import RunOptions
 from flows.prepare import Prepared
-from flows.promote import apply_verdict
 from flows.reporting import publish_link
 from tasks.artifacts import (
     MANIFEST_NAME,
@@ -42,7 +41,7 @@ from tasks.provenance import (
 )
 from tasks.run_log import StageLog, run_logger
 from tasks.system_metrics import machine_watched
-from tasks.tracking import MetricPoint, Status, Tracker, member_tag
+from tasks.tracking import TRIAL, MetricPoint, Status, Tracker, member_tag
 from tasks.tracking_values import clean_name
 from tasks.workspace import Workspace
 
@@ -76,6 +75,7 @@ def _common_tags(options: RunOptions) -> dict[str, str | None]:
         "mlflow.parentRunId": options.pipeline_run_id,
         "pipeline.run_id": options.pipeline_run_id,
         "git.commit": git_commit(),
+        TRIAL: "true" if options.is_trial else None,
         **prefect_tags(),
     }
 
@@ -237,26 +237,42 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
         tracker.log_dataset(run_id, artifact.path, "preferences", artifact.fingerprint, "output")
     elif not isinstance(artifact, EvalReport):
         model_id = tracker.log_model_output(run_id, artifact, manifest.stage.replace("_", "-"))
-        if isinstance(artifact, StudentAdapter) and not tracker.is_for_reproductions:
-            registry = Registry(tracker)
-            if registry.of_run(run_id) is None:
-                registry.register(model_id, artifact)
-    elif not tracker.is_for_reproductions:
-        apply_verdict(tracker, artifact)
+        if isinstance(artifact, StudentAdapter):
+            _register(tracker, artifact, model_id)
 
 
-def settle(tracker: Tracker, artifact: Artifact) -> None:
-    """End the run of a reused artefact whose process was killed after it had published it."""
+def _register(tracker: Tracker, student: StudentAdapter, model_id: str) -> None:
+    """Make a student the candidate, unless it is a repeat, a trial, or registered already."""
+    run_id = str(student.manifest.mlflow_run_id)
+    if tracker.is_for_reproductions or TRIAL in tracker.read_run(run_id).tags:
+        return
+    registry = Registry(tracker)
+    if registry.of_run(run_id) is None:
+        registry.register(model_id, student)
+
+
+def settle(tracker: Tracker, artifact: Artifact, *, is_trial: bool) -> bool:
+    """Bring the run of a reused artefact up to date; False when it is not in this MLflow.
+
+    It is ended if its process was killed after it had published the artefact. What an ablation
+    made and a chain uses is a trial no longer.
+    """
     run_id = artifact.manifest.mlflow_run_id
     if run_id is None:
-        return
+        return False
     try:
-        is_open = tracker.read_run(run_id).status == "RUNNING"
+        run = tracker.read_run(run_id)
     except MissingInputError:
-        return
-    if is_open:
+        return False
+    is_adopted = TRIAL in run.tags and not is_trial
+    if is_adopted:
+        tracker.drop_tag(run_id, TRIAL)
+    if run.status == "RUNNING":
         link_result(tracker, artifact)
         tracker.finish(run_id, "FINISHED")
+    elif is_adopted and isinstance(artifact, StudentAdapter):
+        _register(tracker, artifact, run.tags["model.id"])
+    return True
 
 
 def record_outcome(tracker: Tracker, run_id: str, stage: Stage, outcome: StageOutcome) -> None:

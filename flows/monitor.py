@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +15,7 @@ import psutil
 from pydantic import BaseModel
 
 from tasks.artifacts import EvalReport, load_artifact, read_manifest
-from tasks.errors import WorkspaceError
+from tasks.whole_file import write_whole
 
 _SAMPLE_SECONDS = 0.5
 _POPULATIONS = ("base", "policy", "student")
@@ -180,16 +178,4 @@ def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
     Raises:
         WorkspaceError: the directory cannot be written.
     """
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=".summary-", delete=False
-        ) as temporary:
-            json.dump(summary, temporary, indent=2, allow_nan=False)
-            temporary.write("\n")
-            temporary.flush()
-            os.fsync(temporary.fileno())
-        os.replace(temporary.name, path)
-    except OSError as error:
-        raise WorkspaceError(
-            f"{path} cannot be written: {error.strerror}", "a writable workspace", "free space"
-        ) from error
+    write_whole(path, json.dumps(summary, indent=2, allow_nan=False) + "\n")

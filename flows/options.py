@@ -27,6 +27,10 @@ class RunOptions(Section):
     pipeline_run_id: str | None = Field(
         None, description="MLflow run of the chain that this stage belongs to."
     )
+    is_trial: bool = Field(
+        False,
+        description="Part of a comparison: `latest` passes it over, and a student is no candidate.",
+    )
 
 
 DEFAULT_OPTIONS = RunOptions()

@@ -20,6 +20,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from tasks.errors import ClusterError, ConfigError
+from tasks.whole_file import write_whole
 
 HOST = "127.0.0.1"
 MARK = "RLHF_SERVICE"
@@ -80,10 +81,21 @@ def mark_of(directory: Path, name: str) -> str:
     return f"{directory}:{name}"
 
 
+def record_path(directory: Path, name: str) -> Path:
+    """Return where a service is written down."""
+    return directory / f"{name}.json"
+
+
+def torn_record(directory: Path, name: str) -> Path | None:
+    """Return the file about a service if it is there and cannot be read."""
+    path = record_path(directory, name)
+    return path if path.is_file() and read_record(directory, name) is None else None
+
+
 def read_record(directory: Path, name: str) -> ServiceRecord | None:
     """Return what is written down about a service; None when there is nothing, or it is torn."""
     try:
-        return ServiceRecord.model_validate_json((directory / f"{name}.json").read_bytes())
+        return ServiceRecord.model_validate_json(record_path(directory, name).read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
 
@@ -128,14 +140,9 @@ def start(service: Service) -> ServiceRecord:
         log_path=str(service.log_path),
         environment=dict(service.environment),
     )
-    _write(service.directory / f"{service.name}.json", record)
+    content = json.dumps(record.model_dump(), indent=2) + "\n"
+    write_whole(record_path(service.directory, service.name), content)
     return record
-
-
-def _write(path: Path, record: ServiceRecord) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(record.model_dump(), indent=2) + "\n")
-    os.replace(temporary, path)
 
 
 def check_port(name: str, port: int) -> None:
@@ -213,7 +220,7 @@ def stop(directory: Path, name: str, grace_seconds: float) -> int:
     _, left = psutil.wait_procs(left, timeout=_TERM_SECONDS if left else 0)
     _each(left, "kill")
     psutil.wait_procs(left, timeout=_TERM_SECONDS if left else 0)
-    (directory / f"{name}.json").unlink(missing_ok=True)
+    record_path(directory, name).unlink(missing_ok=True)
     return len(members)
 
 

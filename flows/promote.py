@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.artifacts import EvalReport, StudentAdapter, load_artifact
-from tasks.config import EvaluateConfig, TrackingConfig
+from tasks.config import PromotionConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
 from tasks.model_registry import CHAMPION, Registry, StudentVersion
 from tasks.progress import ProgressDisplay
@@ -18,6 +18,7 @@ from tasks.promotion import (
     champion_of,
     compare_with_champion,
     evaluation_of,
+    incomparable,
     known_evaluation,
     move_champion,
     record_evaluation,
@@ -40,26 +41,47 @@ class Decision:
     text: str
 
 
-def apply_verdict(tracker: Tracker, artifact: EvalReport) -> Decision:
+@dataclass(frozen=True)
+class Verdict:
+    """An evaluation that is to decide about its student.
+
+    Args:
+        limits: of the present run; a reused evaluation may have been made with others.
+        chain_run_id: the chain that is told.
+        is_reused: whether the evaluation was there already; a newer one may have spoken since.
+    """
+
+    report: EvalReport
+    limits: PromotionConfig
+    chain_run_id: str | None = None
+    is_reused: bool = False
+
+    @property
+    def run_id(self) -> str:
+        """MLflow run of the evaluation."""
+        run_id = self.report.manifest.mlflow_run_id
+        assert run_id is not None, "an artefact of a flow names its run"
+        return run_id
+
+
+def apply_verdict(tracker: Tracker, verdict: Verdict) -> Decision:
     """Record what an evaluation says of its student, and make it the champion if it is to be one.
 
     A refusal is no failure of the evaluation: it is logged, with its reasons, and tagged on its
     run, on that of its chain, and on the version. The champion stays.
     """
-    run_id = artifact.manifest.mlflow_run_id
-    assert run_id is not None, "an artefact of a flow names its run"
-    decision = _decide(tracker, artifact, run_id)
+    decision = _decide(tracker, verdict)
     run_logger("evaluate").info("Promotion: %s", decision.text)
     ProgressDisplay("evaluate").note(f"promotion: {decision.text}")
-    chain = tracker.read_run(run_id).tags.get("pipeline.run_id")
-    for told in (run_id, chain):
+    for told in (verdict.run_id, verdict.chain_run_id):
         if told is not None:
             tracker.set_tags(told, {OUTCOME_TAG: decision.text})
     return decision
 
 
-def _decide(tracker: Tracker, artifact: EvalReport, run_id: str) -> Decision:
-    student = artifact.manifest.parents.get("student")
+def _decide(tracker: Tracker, verdict: Verdict) -> Decision:
+    manifest = verdict.report.manifest
+    student = manifest.parents.get("student")
     registry = Registry(tracker)
     made_by = student.mlflow_run_id if student else None
     version = registry.of_run(made_by) if made_by else None
@@ -67,28 +89,52 @@ def _decide(tracker: Tracker, artifact: EvalReport, run_id: str) -> Decision:
         return Decision(False, f"the student is no version of {registry.name}")
     # Read before anything is compared: what changes meanwhile makes the move fail.
     expected = champion_of(registry)
-    found = evaluation_of(run_id, artifact.manifest, artifact.report, _accuracy(tracker, artifact))
-    record_evaluation(registry, version.version, found)
+    accuracy = _accuracy(tracker, verdict.report)
+    found = evaluation_of(verdict.run_id, manifest, verdict.report.report, accuracy)
+    if not verdict.is_reused or known_evaluation(version) is None:
+        record_evaluation(registry, version.version, found)
     name = f"version {version.version} of {registry.name}"
     if version.version == expected:
         return Decision(True, f"{name} is the champion already{_worry(found)}")
-    cfg = EvaluateConfig.model_validate(artifact.manifest.config)
-    if found.verdict is None or not cfg.promotion.enabled:
+    if found.verdict is None or not verdict.limits.enabled:
         why = "no gate is set" if found.verdict is None else "promotion is off"
         return Decision(False, f"{name} stays a candidate: {why} (`rlhf promote`)")
-    reasons = _reasons_against(registry, version, found, expected, cfg)
+    return _tried(registry, _Case(version, found, expected, verdict.limits))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A student, what is said of it, and the champion that it is to replace."""
+
+    version: StudentVersion
+    found: Evaluation
+    expected: int | None
+    limits: PromotionConfig
+
+
+def _tried(registry: Registry, case: _Case) -> Decision:
+    """Make a student the champion unless something speaks against it."""
+    number, run_id = case.version.version, case.found.run_id
+    name = f"version {number} of {registry.name}"
+    theirs = None
+    if case.expected is not None:
+        theirs = known_evaluation(registry.version(case.expected))
+    checks = compare_with_champion(case.found, theirs, case.limits) if theirs else []
+    reasons = _reasons_against(registry.name, case, theirs)
+    reasons += [str(check) for check in checks if check.is_bad]
     if not reasons:
         try:
-            why = f"the gate of evaluation {run_id} passed"
-            wanted = Promotion(version.version, expected, _who(f"evaluation {run_id}"), why)
-            move_champion(registry, wanted)
-            instead = "" if expected is None else f" instead of version {expected}"
-            registry.tag(version.version, {"promotion.verdict": "promoted"})
+            why = "; ".join([f"the gate of evaluation {run_id} passed", *map(str, checks)])
+            by = _who(f"evaluation {run_id}")
+            move_champion(registry, Promotion(number, case.expected, by, why))
+            instead = "" if case.expected is None else f" instead of version {case.expected}"
+            # An earlier refusal is over.
+            registry.tag(number, {"promotion.verdict": "promoted", "promotion.reasons": "none"})
             return Decision(True, f"{name} is the champion{instead}")
         except PromotionError as error:
             reasons = [str(error)]
     text = "; ".join(reasons)
-    registry.tag(version.version, {"promotion.verdict": "refused", "promotion.reasons": text})
+    registry.tag(number, {"promotion.verdict": "refused", "promotion.reasons": text})
     return Decision(False, f"{name} is refused: {text}")
 
 
@@ -109,27 +155,24 @@ def _accuracy(tracker: Tracker, artifact: EvalReport) -> float | None:
         return None
 
 
-def _reasons_against(
-    registry: Registry,
-    version: StudentVersion,
-    found: Evaluation,
-    expected: int | None,
-    cfg: EvaluateConfig,
-) -> list[str]:
-    reasons = list(found.reasons)
+def _reasons_against(name: str, case: _Case, theirs: Evaluation | None) -> list[str]:
+    """Return what speaks against a student besides figures below the champion's."""
+    reasons, version = list(case.found.reasons), case.version
     if "rolled_back.at" in version.tags:
         reasons.append(
             f"it was rolled back at {version.tags['rolled_back.at']}; `rlhf promote` does it anyway"
         )
-    if expected is None:
+    if case.expected is None:
         return reasons
-    if version.version < expected:
-        reasons.append(f"it is older than the champion, version {expected}")
-    champion = registry.version(expected)
-    theirs = known_evaluation(champion)
-    if theirs is not None:
-        checks = compare_with_champion(found, theirs, cfg.promotion)
-        reasons += [str(check) for check in checks if check.is_bad]
+    if version.version < case.expected:
+        reasons.append(f"it is older than the champion, version {case.expected}")
+    obstacle = incomparable(case.found, theirs)
+    if obstacle is not None:
+        reasons.append(
+            f"it cannot be compared with version {case.expected}: {obstacle}; promote it with "
+            f"`rlhf promote {version.version}`, or evaluate models:/{name}@{CHAMPION} as this "
+            "student was (stage evaluate with that student) and run this again"
+        )
     return reasons
 
 

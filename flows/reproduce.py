@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from flows.environment import prepare_environment, start_prefect_api, terminatio
 from flows.stages import STAGE_SPECS
 from tasks.artifacts import (
     MANIFEST_NAME,
+    Artifact,
     Manifest,
     file_sha256,
     load_artifact,
@@ -29,6 +30,7 @@ from tasks.artifacts import (
 from tasks.comparison import find_run
 from tasks.config import STAGES, PipelineConfig, Stage, StageConfig, TrackingConfig
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
+from tasks.lineage import recorded_manifest
 from tasks.provenance import git_commit, machine, package_versions
 from tasks.reproduction import (
     UNKNOWN,
@@ -37,6 +39,7 @@ from tasks.reproduction import (
     compare_files,
     differences,
 )
+from tasks.successors import likeness, standing_path
 from tasks.tracking import PIPELINE, REPRODUCTIONS, RunRecord, Tracker, connect
 from tasks.workspace import HOME_VARIABLE, Workspace
 
@@ -61,18 +64,19 @@ class ReproduceRequest:
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A run as it was recorded, checked to be repeatable."""
+    """A run as it was recorded, checked to be repeatable.
+
+    Args:
+        refs: path of each upstream artefact by name, filled in by the check.
+        notes: which of these were made again since.
+    """
 
     run: RunRecord
     stage: Stage
     manifest: Manifest
     cfg: StageConfig
-
-    @property
-    def refs(self) -> dict[str, str]:
-        """Path of each upstream artefact by name."""
-        parents = self.manifest.parents
-        return {name: parents[name].path for name in STAGE_SPECS[self.stage].inputs}
+    refs: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 def reproduce(request: ReproduceRequest) -> Reproduction:
@@ -90,7 +94,7 @@ def reproduce(request: ReproduceRequest) -> Reproduction:
     workspace.prepare()
     tracker = connect(request.tracking, workspace)
     recorded = _read(tracker, find_run(tracker, request.ref), request.ref)
-    _check_parents(recorded)
+    _check_parents(tracker, recorded)
     repeats = request.tracking.model_copy(
         update={
             "experiment": request.tracking.experiment + REPRODUCTIONS,
@@ -163,30 +167,22 @@ def _manifest(tracker: Tracker, run: RunRecord) -> Manifest:
     return Manifest.model_validate_json(text)
 
 
-def _check_parents(recorded: _Recorded) -> None:
-    """Refuse parents and raw files that are not what the first run read."""
+def _check_parents(tracker: Tracker, recorded: _Recorded) -> None:
+    """Refuse parents and raw files that are not what the first run read.
+
+    What was deleted and made again with the same fingerprint will do, and is noted.
+    """
     parents = recorded.manifest.parents
-    for name, spec in STAGE_SPECS[recorded.stage].inputs.items():
+    for name in STAGE_SPECS[recorded.stage].inputs:
         if name not in parents:
             raise MissingInputError(
                 f"Run {recorded.run.run_id} records no {name}", "one", "give another run"
             )
-        parent = parents[name]
-        try:
-            found = load_artifact(Path(parent.path), spec.kind).fingerprint
-        except (MissingInputError, ArtifactError) as error:
-            again = (
-                f"`rlhf reproduce {parent.mlflow_run_id} --keep`" if parent.mlflow_run_id else ""
-            )
-            raise type(error)(
-                f"The {name} of run {recorded.run.run_id} cannot be used: {error.found}",
-                "the artefact that it was made from",
-                f"restore {parent.path}" + (f"; {again} makes it again elsewhere" if again else ""),
-            ) from error
-        if found != parent.fingerprint:
-            raise ArtifactError(
-                f"{parent.path} now holds {found[:12]}", parent.fingerprint[:12], "restore it"
-            )
+        found = _parent(recorded, name)
+        recorded.refs[name] = str(found.path)
+        if str(found.path) != parents[name].path:
+            like = likeness(recorded_manifest(tracker, parents[name]), found.manifest)
+            recorded.notes.append(f"{name} was deleted and made again, {like}: {found.path}")
     for name, parent in parents.items():
         path = Path(parent.path)
         if parent.kind == "file" and path.exists() and file_sha256(path) != parent.fingerprint:
@@ -195,6 +191,27 @@ def _check_parents(recorded: _Recorded) -> None:
                 f"SHA-256 {parent.fingerprint[:12]}...",
                 "restore the file",
             )
+
+
+def _parent(recorded: _Recorded, name: str) -> Artifact:
+    """Return an upstream artefact, verified."""
+    parent = recorded.manifest.parents[name]
+    try:
+        found = load_artifact(standing_path(parent), STAGE_SPECS[recorded.stage].inputs[name].kind)
+    except (MissingInputError, ArtifactError) as error:
+        again = f"`rlhf reproduce {parent.mlflow_run_id} --keep`" if parent.mlflow_run_id else ""
+        raise type(error)(
+            f"The {name} of run {recorded.run.run_id} cannot be used: {error.found}",
+            "the artefact that it was made from",
+            f"restore {parent.path}" + (f"; {again} makes it again elsewhere" if again else ""),
+        ) from error
+    if found.fingerprint != parent.fingerprint:
+        raise ArtifactError(
+            f"{parent.path} now holds {found.fingerprint[:12]}",
+            parent.fingerprint[:12],
+            "restore it",
+        )
+    return found
 
 
 def _repeat(
@@ -239,7 +256,7 @@ def _home(path: Path) -> Iterator[None]:
 def _compare(recorded: _Recorded, path: Path) -> Reproduction:
     first, repeat = recorded.manifest, read_manifest(path)
     first_dir = Path(recorded.run.tags.get("artifact.path", ""))
-    notes = []
+    notes = list(recorded.notes)
     if not first_dir.is_dir():
         notes.append(f"{first_dir} is gone: files were compared by their recorded hashes")
     if first.fingerprint != repeat.fingerprint:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from flows.cli_errors import FAILURE as _FAILURE
 from flows.cli_options import AsJson, Debug, Experiment, TrackingUri
+from flows.terminal import terminal
 from tasks.config import STAGES, TrackingConfig
 from tasks.errors import ConfigError
 from tasks.workspace import Workspace
@@ -75,7 +75,7 @@ def _add_lineage(app: typer.Typer, reported: Reported) -> None:
             elif as_mermaid:
                 print(lineage_mermaid(tree))
             else:
-                print_lineage(Console(), tree)
+                print_lineage(terminal(), tree)
             if tree.broken:
                 raise typer.Exit(_FAILURE)
 
@@ -113,7 +113,7 @@ def _add_compare(app: typer.Typer, reported: Reported) -> None:
             if as_json:
                 print(json.dumps(plain(found), indent=2, allow_nan=False))
             else:
-                print_comparison(Console(), found)
+                print_comparison(terminal(), found)
 
 
 def _add_promotion(app: typer.Typer, reported: Reported) -> None:
@@ -184,6 +184,6 @@ def _add_reproduce(app: typer.Typer, reported: Reported) -> None:
             if as_json:
                 print(found.model_dump_json(indent=2))
             else:
-                print_reproduction(Console(), found)
+                print_reproduction(terminal(), found)
             if not found.is_equal:
                 raise typer.Exit(_FAILURE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +22,7 @@ from tasks.data.pairwise import (
     summarize_pairs,
 )
 from tasks.data.questions import read_objects, read_questions
-from tasks.data.scores import Score, latest_scores, parse_score
+from tasks.data.scores import JUDGMENT_FORM, Score, latest_scores, parse_score
 from tasks.errors import DataError, MissingInputError
 
 _PAIR_FIELD: Final = "g1_winner"
@@ -94,7 +94,8 @@ def score_judgments(request: JudgmentRequest) -> JudgmentScores:
         if is_annotations(file):
             result.annotations += score_annotations(file)
             continue
-        for where, row in read_objects(file):
+        for where, row in read_objects(file, JUDGMENT_FORM):
+            _check_kind(where, row)
             if _PAIR_FIELD in row:
                 pairs.append(parse_pair(where, row))
             else:
@@ -112,6 +113,13 @@ def score_judgments(request: JudgmentRequest) -> JudgmentScores:
         _check_baseline(request.baseline, models, result.annotations)
     result.pairs = sorted((summarize_pairs(kept_pairs, name) for name in models), key=_pair_order)
     return result
+
+
+def _check_kind(where: str, row: Mapping[str, Any]) -> None:
+    """Refuse the files that lie beside judgments."""
+    for field_name, what in (("turns", "a question"), ("choices", "an answer")):
+        if field_name in row and "judge" not in row:
+            raise DataError(f"{where} is {what}", "a judgment of answers", _FIX)
 
 
 def _check_baseline(

@@ -22,8 +22,7 @@ WORKER = "worker"
 SERVICES = (PREFECT, MLFLOW, WORKER)
 POOL = "rlhf"
 WORKER_NAME = "rlhf-up"
-PREFECT_PORT = 4200
-MLFLOW_PORT = 5000
+DEFAULT_PORTS = {PREFECT: 4200, MLFLOW: 5000}
 # A flow that sends no heartbeat three times is dead: deployments/automations.yaml.
 HEARTBEAT_SECONDS = 30
 _PROBE_SECONDS = 3.0

@@ -14,15 +14,17 @@ from flows.mlflow_run import link_result, record_outcome, refusal_recorded, sett
 from flows.monitor import StageOutcome, current_monitor
 from flows.options import RunOptions
 from flows.prepare import Prepared, exclusive, finished_artifact, prepare
+from flows.promote import Verdict, apply_verdict
 from flows.reporting import publish_result
 from tasks.artifacts import (
     Artifact,
+    EvalReport,
     PolicyCheckpoint,
     PreferenceDataset,
     RewardModelCheckpoint,
     StudentAdapter,
 )
-from tasks.config import Stage, StageConfig
+from tasks.config import EvaluateConfig, Stage, StageConfig
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, StageTimeoutError
 from tasks.run_log import run_logger
@@ -136,7 +138,8 @@ def stage_run(
         prepared = prepare(stage, cfg, refs, tracker, workspace)
         reused = finished_artifact(prepared, workspace) if options.reuse else None
     if reused is not None:
-        settle(tracker, reused)
+        if settle(tracker, reused, is_trial=options.is_trial):
+            _promote(tracker, cfg, options, reused, is_reused=True)
         run_logger(stage).info("Reusing %s", reused.path)
         run = StageRun(prepared, None, reused)
         yield run
@@ -149,8 +152,19 @@ def stage_run(
             with time_limit(stage, options.timeout_seconds):
                 yield run
             link_result(tracker, run.artifact)
+            _promote(tracker, cfg, options, run.artifact, is_reused=False)
     seconds = time.monotonic() - started_at
     _record(tracker, options, run, seconds, is_reused=reused is not None)
+
+
+def _promote(
+    tracker: Tracker, cfg: StageConfig, options: RunOptions, made: Artifact, *, is_reused: bool
+) -> None:
+    """Let an evaluation decide about its student, a reused one by the limits of now."""
+    if isinstance(made, EvalReport) and not tracker.is_for_reproductions:
+        assert isinstance(cfg, EvaluateConfig), "reports come from evaluate"
+        verdict = Verdict(made, cfg.promotion, options.pipeline_run_id, is_reused)
+        apply_verdict(tracker, verdict)
 
 
 class _TimeUp(TimeoutError):

@@ -17,7 +17,8 @@ from tasks.workspace import Workspace
 
 _REQUEST_SECONDS = 10
 _RUNS = 10
-_COLOURS = {"running": "green", "stopped": "cyan", "not answering": "red", "died": "red"}
+_BROKEN = ("died", "not answering", "unknown")
+_COLOURS = {"running": "green", "stopped": "cyan", **dict.fromkeys(_BROKEN, "red")}
 
 
 class FlowRunState(BaseModel):
@@ -41,9 +42,7 @@ class Status(BaseModel):
     @property
     def is_broken(self) -> bool:
         """Whether something that was started does not work, or could not be asked."""
-        return bool(self.problems) or any(
-            one.state in ("died", "not answering") for one in self.services
-        )
+        return bool(self.problems) or any(one.state in _BROKEN for one in self.services)
 
 
 def read_status(workspace: Workspace, tracking: TrackingConfig) -> Status:
@@ -112,6 +111,9 @@ def print_services(console: Console, services: list[ServiceState]) -> None:
         left = f"{one.processes} left" if one.processes else ""
         table.add_row(one.name, state, one.url, str(one.pid) if is_up else left, one.log_path)
     console.print(table)
+    for one in services:
+        if one.note:
+            _say(console, one.note)
 
 
 def print_status(console: Console, status: Status) -> None:

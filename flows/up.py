@@ -20,13 +20,13 @@ from flows.processes import (
     read_record,
     start,
     stop,
+    torn_record,
     wait_until,
 )
 from flows.services import (
+    DEFAULT_PORTS,
     MLFLOW,
-    MLFLOW_PORT,
     PREFECT,
-    PREFECT_PORT,
     SERVICES,
     WORKER,
     base_url,
@@ -44,7 +44,7 @@ from tasks.workspace import TRACKING_VARIABLE, Workspace
 _START_SECONDS = 120.0
 _STOP_SECONDS = {WORKER: 45.0, MLFLOW: 15.0, PREFECT: 15.0}
 
-State = Literal["running", "not answering", "died", "stopped"]
+State = Literal["running", "not answering", "died", "unknown", "stopped"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class UpRequest:
 class ServiceState(BaseModel):
     """One service as `rlhf status` tells it.
 
-    ``died``: it was started, and nobody stopped it. ``url`` is None for the worker.
+    ``died``: it was started, and nobody stopped it. ``unknown``: its record is torn, and ``note``
+    says which file and what to do. ``url`` is None for the worker.
     """
 
     name: str
@@ -74,6 +75,7 @@ class ServiceState(BaseModel):
     pid: int | None
     processes: int
     log_path: str
+    note: str = ""
 
 
 def up(request: UpRequest) -> tuple[list[ServiceState], list[str]]:
@@ -102,10 +104,37 @@ def up(request: UpRequest) -> tuple[list[ServiceState], list[str]]:
     return states(workspace), deployments
 
 
-def down(workspace: Workspace) -> dict[str, int]:
-    """End the services and all that they started; return how many processes each had."""
+def down(workspace: Workspace) -> tuple[dict[str, int], list[str]]:
+    """End the services and all that they started.
+
+    Returns:
+        How many processes each had; and a line about each record that was torn.
+    """
+    directory = directory_of(workspace)
     with _exclusive(workspace):
-        return _stop(workspace, list(SERVICES))
+        torn = {name: path for name in SERVICES if (path := torn_record(directory, name))}
+        ended = _stop(workspace, list(SERVICES))
+    return ended, [
+        f"{path} was torn and is removed: {_way_to_start(name)}" for name, path in torn.items()
+    ]
+
+
+def _torn_note(workspace: Workspace, name: str) -> str:
+    """Say which record is torn and what to do; nothing when none is."""
+    path = torn_record(directory_of(workspace), name)
+    if path is None:
+        return ""
+    return (
+        f"{path} is torn, so it does not say what was started: `rlhf down` ends what is left of "
+        f"{name} and removes the file; after that {_way_to_start(name)}"
+    )
+
+
+def _way_to_start(name: str) -> str:
+    if name not in DEFAULT_PORTS:
+        return f"`rlhf up` starts {name} again"
+    port = f"its port, {DEFAULT_PORTS[name]} if it had none of its own"
+    return f"`rlhf up --{name}-port PORT` starts it again; PORT is {port}"
 
 
 def states(workspace: Workspace) -> list[ServiceState]:
@@ -119,7 +148,8 @@ def states(workspace: Workspace) -> list[ServiceState]:
 def _state_of(workspace: Workspace, name: str, api_url: str) -> ServiceState:
     directory = directory_of(workspace)
     record = read_record(directory, name)
-    state: State = "stopped"
+    note = _torn_note(workspace, name)
+    state: State = "unknown" if note else "stopped"
     if record is not None:
         state = "died"
         if living(record) is not None:
@@ -131,6 +161,7 @@ def _state_of(workspace: Workspace, name: str, api_url: str) -> ServiceState:
         pid=record.pid if record else None,
         processes=len(family(directory, name)),
         log_path=str(directory / f"{name}.log"),
+        note=note,
     )
 
 
@@ -154,10 +185,10 @@ def _start_all(
     workspace: Workspace, request: UpRequest, tracking: TrackingConfig, started: list[str]
 ) -> str:
     """Start the servers; return the address of Prefect's API."""
-    ports = {PREFECT: _port(workspace, PREFECT, request.prefect_port, PREFECT_PORT)}
+    ports = {PREFECT: _port(workspace, PREFECT, request.prefect_port)}
     services = [prefect_server(workspace, ports[PREFECT])]
     if tracking.tracking_uri is None:
-        ports[MLFLOW] = _port(workspace, MLFLOW, request.mlflow_port, MLFLOW_PORT)
+        ports[MLFLOW] = _port(workspace, MLFLOW, request.mlflow_port)
         if ports[MLFLOW] == ports[PREFECT]:
             raise ConfigError(
                 f"Port {ports[PREFECT]} is given to Prefect and to MLflow",
@@ -206,7 +237,7 @@ def _has_addresses(record: ServiceRecord, service: Service) -> bool:
     return all(record.environment.get(name) == service.environment[name] for name in names)
 
 
-def _port(workspace: Workspace, name: str, wanted: int | None, default: int) -> int:
+def _port(workspace: Workspace, name: str, wanted: int | None) -> int:
     record = _running(workspace, name)
     running = record.port if record else None
     if running is not None and wanted not in (None, running):
@@ -217,10 +248,17 @@ def _port(workspace: Workspace, name: str, wanted: int | None, default: int) -> 
         )
     if running is not None:
         return running
+    if wanted is None and _torn_note(workspace, name):
+        # The default may be another port than the one that clients and the worker know.
+        raise ConfigError(
+            f"The port of {name} is not known",
+            "a record of it, or a port that is given",
+            _torn_note(workspace, name),
+        )
     # Clients and the worker keep the address of a server that crashed.
     crashed = read_record(directory_of(workspace), name)
     known = crashed.port if crashed is not None else None
-    return wanted if wanted is not None else known or default
+    return wanted if wanted is not None else known or DEFAULT_PORTS[name]
 
 
 def _running(workspace: Workspace, name: str) -> ServiceRecord | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,7 +37,8 @@ from tasks.data.hh import Pair
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.demo.measure import good_rate
-from tasks.errors import DataError, WorkspaceError
+from tasks.errors import DataError
+from tasks.whole_file import write_whole
 
 # Raised when the code starts to measure something else.
 _VERSION = 1
@@ -112,7 +111,9 @@ def measure_policy(
     if stored is not None:
         return Measured(stored, path, is_new=False)
     found = _measure(cfg, upstream, policy, asked)
-    _write(path, {"of": key, "measurement": found.model_dump()})
+    content = {"of": key, "measurement": found.model_dump()}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_whole(path, json.dumps(content, indent=2, allow_nan=False))
     return Measured(found, path, is_new=True)
 
 
@@ -137,21 +138,6 @@ def _read(path: Path) -> Measurement | None:
         return None
     except ValidationError:
         return None
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write a file whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as temporary:
-            json.dump(content, temporary, indent=2, allow_nan=False)
-            temporary.flush()
-            os.fsync(temporary.fileno())
-        os.replace(temporary.name, path)
-    except OSError as error:
-        raise WorkspaceError(
-            f"{path} cannot be written: {error.strerror}", "a writable workspace", "free space"
-        ) from error
 
 
 def _measure(cfg: Compared, upstream: Upstream, policy: Trained, asked: Asked) -> Measurement:

@@ -17,13 +17,13 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tasks.config_shared import STAGES
 from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
 from tasks.reward_record import RewardComponent, read_reward_components
 
 MANIFEST_NAME = "artifact.json"
 SCHEMA_VERSION = 1
 _STORAGE_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.ENOTDIR)
-_RERUN = "run the stage that made it again (--from STAGE), or restore the directory"
 
 
 class FileEntry(BaseModel):
@@ -325,7 +325,7 @@ def read_manifest(path: Path) -> Manifest:
         return Manifest.model_validate(content)
     except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, ValidationError) as error:
         raise ArtifactError(
-            f"{file} is torn or edited: {error}", "a complete manifest", _RERUN
+            f"{file} is torn or edited: {error}", "a complete manifest", _way_out(path)
         ) from error
 
 
@@ -344,9 +344,11 @@ def load_artifact(path: Path, kind: type[A]) -> A:
     present = {str(p.relative_to(path)) for p in path.rglob("*") if p.is_file()} - {MANIFEST_NAME}
     for odd in sorted(present ^ set(manifest.files)):
         state = "is not in the manifest" if odd in present else "is missing"
-        raise ArtifactError(f"{path / odd} {state}", "exactly the files of the manifest", _RERUN)
+        raise ArtifactError(
+            f"{path / odd} {state}", "exactly the files of the manifest", _way_out(path)
+        )
     for name, entry in manifest.files.items():
-        _verify_file(path / name, entry)
+        _verify_file(path, name, entry)
     return kind(path=path, manifest=manifest)
 
 
@@ -355,20 +357,29 @@ def load_any_artifact(path: Path) -> Artifact:
     name = read_manifest(path).kind
     if name not in KINDS:
         raise ArtifactError(
-            f"{path} holds an unknown kind {name!r}", f"one of {sorted(KINDS)}", _RERUN
+            f"{path} holds an unknown kind {name!r}", f"one of {sorted(KINDS)}", _way_out(path)
         )
     return load_artifact(path, KINDS[name])
 
 
-def _verify_file(file: Path, entry: FileEntry) -> None:
+def _verify_file(path: Path, name: str, entry: FileEntry) -> None:
+    file = path / name
     size = file.stat().st_size
     if size != entry.bytes:
-        raise ArtifactError(f"{file} has {size} bytes", f"{entry.bytes} bytes", _RERUN)
+        raise ArtifactError(f"{file} has {size} bytes", f"{entry.bytes} bytes", _way_out(path))
     digest = file_sha256(file)
     if digest != entry.sha256:
         raise ArtifactError(
-            f"{file} has SHA-256 {digest[:12]}...", f"{entry.sha256[:12]}...", _RERUN
+            f"{file} has SHA-256 {digest[:12]}...", f"{entry.sha256[:12]}...", _way_out(path)
         )
+
+
+def _way_out(path: Path) -> str:
+    """Say how to get a sound artefact again; its stage is the name of the directory around it."""
+    stage = path.absolute().parent.name
+    if stage not in STAGES:
+        return "run the stage that made it again, or restore the directory"
+    return f"make it again with `rlhf run CONFIG --from {stage}`, or restore the directory"
 
 
 def newest_artifact(parent_dir: Path, kind: type[A], wanted: str) -> A | None:

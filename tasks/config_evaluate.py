@@ -224,7 +224,8 @@ class PromotionConfig(Section):
     """When a student that passes the gate becomes the champion.
 
     A student is compared with the champion only in what both were measured with the same yardstick:
-    the same judge or reward model, and the same questions or data.
+    the same judge or reward model, and the same questions or data. Where that is nothing, the
+    champion stays. A reused evaluation decides anew.
     """
 
     enabled: bool = Field(True, description="Off: a champion is made by `rlhf promote` alone.")

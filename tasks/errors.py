@@ -10,6 +10,14 @@ from __future__ import annotations
 from tasks.redaction import redact
 
 
+def sentence(text: str) -> str:
+    """Return a text that ends like a sentence: with one mark, whatever it came with."""
+    bare = text.rstrip()
+    if bare.endswith(("...", "?", "!")):
+        return bare
+    return bare.rstrip(".") + "."
+
+
 class RlhfError(Exception):
     """Base of the project's errors.
 
@@ -26,11 +34,11 @@ class RlhfError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        parts = [self.found.rstrip(".") + "."]
+        parts = [sentence(self.found)]
         if self.expected:
-            parts.append(f"Expected: {self.expected.rstrip('.')}.")
+            parts.append(sentence(f"Expected: {self.expected}"))
         if self.fix:
-            parts.append(f"Fix: {self.fix.rstrip('.')}.")
+            parts.append(sentence(f"Fix: {self.fix}"))
         # A message may name an address with a password; it ends up in logs and tags.
         return redact(" ".join(parts))
 

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from tasks.artifacts import (
+    MANIFEST_NAME,
     Manifest,
     ParentRef,
     file_sha256,
@@ -20,6 +21,7 @@ from tasks.data.inputs import UNNAMED, digest_of, find_files
 from tasks.errors import ArtifactError, MissingInputError
 from tasks.provenance import is_elsewhere
 from tasks.references import LATEST, named_run
+from tasks.successors import likeness, standing_path
 from tasks.tracking import PIPELINE, RunRecord, Tracker
 
 RAW_KINDS = ("file", "files", "hub", "model")
@@ -27,6 +29,7 @@ RAW_KINDS = ("file", "files", "hub", "model")
 Status = Literal[
     "present",
     "verified",
+    "remade",
     "elsewhere",
     "changed",
     "missing",
@@ -35,18 +38,20 @@ Status = Literal[
     "untracked",
     "unfinished",
 ]
-_SOUND = ("present", "verified", "elsewhere")
+_SOUND = ("present", "verified", "remade", "elsewhere")
 
 
 class LineageNode(BaseModel):
     """One artefact or raw source.
 
     ``present``: the manifest was read. ``verified``: a raw file that still has the recorded hash,
-    or an artefact whose files were all checked. ``elsewhere``: in a workspace of another machine,
-    so that its MLflow run speaks for it. Broken: ``changed``, a raw file with another hash;
-    ``missing``, nothing is at the path; ``torn``, the artefact cannot be read or is not what was
-    written; ``mismatch``, another artefact is at the path; ``untracked``, its MLflow run was
-    deleted or is in another MLflow; ``unfinished``, a run that made nothing.
+    or an artefact whose files were all checked. ``remade``: what was used is gone, and the newest
+    artefact of its fingerprint stands for it; the note says whether it has the same bits.
+    ``elsewhere``: in a workspace of another machine, so that its MLflow run speaks for it. Broken:
+    ``changed``, a raw file with another hash; ``missing``, nothing is at the path; ``torn``, the
+    artefact cannot be read or is not what was written; ``mismatch``, another artefact is at the
+    path; ``untracked``, its MLflow run was deleted or is in another MLflow; ``unfinished``, a run
+    that made nothing.
     """
 
     kind: str
@@ -211,8 +216,9 @@ class _Walker:
             node = _raw_node(parent)
             is_away = child is not None and is_elsewhere(child.tags.get("workspace", ""))
             return _away(node, child) if child and is_away and node.status == "missing" else node
+        path = standing_path(parent)
         try:
-            manifest = read_manifest(Path(parent.path))
+            manifest = read_manifest(path)
         except MissingInputError:
             return self._from_run(parent, "missing", "the directory is gone")
         except ArtifactError as error:
@@ -220,7 +226,12 @@ class _Walker:
         if parent.fingerprint and manifest.fingerprint != parent.fingerprint:
             found = f"the directory now holds {manifest.fingerprint[:12]}"
             return self._from_run(parent, "mismatch", found)
-        return self.from_manifest(Path(parent.path), manifest)
+        node = self.from_manifest(path, manifest)
+        if path == Path(parent.path) or node.status not in _SOUND:
+            return node
+        first = recorded_manifest(self.tracker, parent)
+        note = f"made again, {likeness(first, manifest)}; {parent.path} is gone"
+        return node.model_copy(update={"status": "remade", "note": note})
 
     def _from_run(self, parent: ParentRef, status: Status, reason: str) -> LineageNode:
         node = LineageNode(**parent.model_dump(), status=status, note=reason)
@@ -255,6 +266,17 @@ class _Walker:
 def _away(node: LineageNode, run: RunRecord) -> LineageNode:
     note = f"in workspace {run.tags['workspace']}; as MLflow run {run.run_id} recorded it"
     return node.model_copy(update={"status": "elsewhere", "note": note})
+
+
+def recorded_manifest(tracker: Tracker, parent: ParentRef) -> Manifest | None:
+    """Return the copy that MLflow has of an artefact's manifest; None when it has none."""
+    try:
+        text = (
+            tracker.read_text(parent.mlflow_run_id, MANIFEST_NAME) if parent.mlflow_run_id else None
+        )
+        return None if text is None else Manifest.model_validate_json(text)
+    except ValidationError:
+        return None
 
 
 def upstream_tags(parents: dict[str, ParentRef]) -> dict[str, str | None]:

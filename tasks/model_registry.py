@@ -97,7 +97,7 @@ class Registry:
     def register(self, model_id: str, artifact: Artifact) -> int:
         """Register a model as the newest version and point ``candidate`` at it."""
         with translated(self.tracker.tracking_uri):
-            if not self._is_known():
+            if not self._known_name(self.name):
                 self._create()
             version = self._client.create_model_version(
                 self.name,
@@ -114,8 +114,8 @@ class Registry:
             )
         return int(version.version)
 
-    def _is_known(self) -> bool:
-        found = self._client.search_registered_models(f"name = {quoted(self.name)}", max_results=1)
+    def _known_name(self, name: str) -> bool:
+        found = self._client.search_registered_models(f"name = {quoted(name)}", max_results=1)
         return bool(found)
 
     def _create(self) -> None:
@@ -123,7 +123,7 @@ class Registry:
             self._client.create_registered_model(self.name)
         except MlflowException:
             # Another process may have created it in between.
-            if not self._is_known():
+            if not self._known_name(self.name):
                 raise
 
     def versions(self) -> list[StudentVersion]:
@@ -182,7 +182,16 @@ class Registry:
     def _way_to(self, alias: str) -> str:
         if alias == CHAMPION and self.of_alias(CANDIDATE) is not None:
             return "no student is the champion yet: give one with `rlhf promote VERSION`"
-        return f"run the chain, which registers {self.tracker.student_model_name}@{CANDIDATE}"
+        own = self.tracker.student_model_name
+        known = [] if alias == CANDIDATE else self.versions()
+        if known:
+            low, high = known[-1].version, known[0].version
+            numbers = f"{low} to {high}" if low < high else str(high)
+            aliases = [name for name in (CANDIDATE, CHAMPION) if self.of_alias(name) is not None]
+            return f"give a version's number ({numbers}), or an alias: {', '.join(aliases)}"
+        if self.name != own and self._known_name(own):
+            return f"name {own}, which the students of this experiment are versions of"
+        return f"run the chain, which registers {own}@{CANDIDATE}"
 
     def of_run(self, run_id: str) -> StudentVersion | None:
         """Return the newest version that a run made; None when it made none."""

@@ -136,6 +136,23 @@ def compare_with_champion(
     return checks
 
 
+def incomparable(ours: Evaluation, theirs: Evaluation | None) -> str | None:
+    """Say why nothing tells a student from the champion; None when a figure of both does.
+
+    The reward model's accuracy is no figure of a student.
+    """
+    if theirs is None:
+        return "the champion has no evaluation"
+    mine, other = ours.yardsticks, theirs.yardsticks
+    both = [name for name in ours.figures if name in theirs.figures and name != ACCURACY]
+    if any(mine.get(name) == other.get(name) for name in both):
+        return None
+    if not both:
+        return "no figure of the student was measured of both"
+    told = [f"{n} ({mine.get(n)}, the champion's {other.get(n)})" for n in both]
+    return f"nothing was measured like the champion's: {', '.join(told)}"
+
+
 EVALUATION: Final = "evaluation"
 
 

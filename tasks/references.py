@@ -12,7 +12,8 @@ from tasks.artifacts import KINDS, Artifact, ParentRef, load_artifact, read_mani
 from tasks.config import STAGES
 from tasks.errors import MissingInputError
 from tasks.model_registry import Registry, StudentVersion
-from tasks.tracking import PIPELINE, RunRecord, Tracker
+from tasks.successors import standing_path
+from tasks.tracking import PIPELINE, TRIAL, RunRecord, Tracker
 
 LATEST = "latest"
 RUNS = "runs:/"
@@ -69,16 +70,22 @@ def locate(tracker: Tracker, ref: str, stage: str) -> Path:
     if text in (LATEST, stage):
         run = tracker.latest_finished(stage)
         if run is None:
-            raise MissingInputError(
-                f"Reference {ref!r}: experiment {tracker.experiment!r} has no finished {stage}",
-                "one to start from",
-                f"run `rlhf run --only {stage}` first, or give a path",
-            )
+            raise _nothing_finished(tracker, ref, stage)
         return _artifact_path(tracker, run, ref, stage)
     run = named_run(tracker, text)
     if run is not None:
         return _artifact_path(tracker, run, ref, stage)
     return Path(text).expanduser().absolute()
+
+
+def _nothing_finished(tracker: Tracker, ref: str, stage: str) -> MissingInputError:
+    found = f"Reference {ref!r}: experiment {tracker.experiment!r} has no finished {stage}"
+    fix = f"run `rlhf run --only {stage}` first, or give a path"
+    trials = tracker.find_runs({"stage": stage, TRIAL: "true"}, "FINISHED", limit=1)
+    if trials:
+        found += " but trials of an ablation"
+        fix += f", or name a trial (runs:/{trials[0].run_id} is the newest)"
+    return MissingInputError(found, "one to start from", fix)
 
 
 def named_run(tracker: Tracker, ref: str) -> RunRecord | None:
@@ -136,11 +143,14 @@ def registered_version(tracker: Tracker, ref: str) -> tuple[Registry, StudentVer
         return registry, registry.aliased(text)
     found = registry.of_run(run.run_id)
     if found is None:
+        is_trial = TRIAL in run.tags
         raise MissingInputError(
             f"Reference {ref!r}: run {run.run_id} of {run.stage or 'no stage'} made no version of "
-            f"{registry.name}",
-            "a run of distill",
-            "give the number of a version",
+            f"{registry.name}" + (": it is a trial of an ablation" if is_trial else ""),
+            "a run of distill in a chain" if is_trial else "a run of distill",
+            "run a chain with the trial's settings, which registers its student"
+            if is_trial
+            else "give the number of a version",
         )
     return registry, found
 
@@ -166,7 +176,7 @@ def _upstream_path(start: Path, ref: str, stage: str) -> Path:
 
 def _artifact_dir(parent: ParentRef) -> Path | None:
     """Return where an upstream artefact lies; None for a raw file or model."""
-    return Path(parent.path) if parent.kind in KINDS else None
+    return standing_path(parent) if parent.kind in KINDS else None
 
 
 def _artifact_path(tracker: Tracker, run: RunRecord, ref: str, stage: str) -> Path:

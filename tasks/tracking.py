@@ -41,6 +41,8 @@ from tasks.workspace import Workspace
 
 PIPELINE = "pipeline"
 REPRODUCTIONS = "-reproductions"
+# Tag of a run that is part of a comparison; it goes when a chain uses the result.
+TRIAL = "trial"
 DIGEST_CHARS = 36
 _PARAMS_PER_REQUEST = 100
 _METRICS_PER_REQUEST = 1000
@@ -205,6 +207,11 @@ class Tracker:
         with _translated(self.tracking_uri):
             _client(self.tracking_uri).log_batch(run_id, tags=entries)
 
+    def drop_tag(self, run_id: str, key: str) -> None:
+        """Remove a tag that a run has."""
+        with _translated(self.tracking_uri):
+            _client(self.tracking_uri).delete_tag(run_id, key)
+
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         """Record parameters that are short already."""
         entries = [Param(key, value) for key, value in params.items()]
@@ -295,10 +302,23 @@ class Tracker:
         return _record(run)
 
     def find_runs(
-        self, tags: Mapping[str, str], status: Status | None = None, limit: int = 50
+        self,
+        tags: Mapping[str, str],
+        status: Status | None = None,
+        limit: int = 50,
+        without: str | None = None,
     ) -> list[RunRecord]:
-        """Return this experiment's runs with exactly these tags, newest first."""
+        """Return this experiment's runs with exactly these tags, newest first.
+
+        Args:
+            tags: what a run must have.
+            status: its state; any where not given.
+            limit: at most so many.
+            without: a tag that a run must not have.
+        """
         clauses = [f"tags.`{key}` = {_quoted(value)}" for key, value in tags.items()]
+        if without is not None:
+            clauses.append(f"tags.`{without}` IS NULL")
         if status is not None:
             clauses.append(f"attributes.status = '{status}'")
         with _translated(self.tracking_uri):
@@ -311,8 +331,8 @@ class Tracker:
         return [_record(run) for run in found]
 
     def latest_finished(self, stage: str) -> RunRecord | None:
-        """Return the newest FINISHED run of a stage."""
-        found = self.find_runs({"stage": stage}, "FINISHED", limit=1)
+        """Return the newest FINISHED run of a stage, trials of an ablation aside."""
+        found = self.find_runs({"stage": stage}, "FINISHED", limit=1, without=TRIAL)
         return found[0] if found else None
 
     def chain_members(self, pipeline_run_id: str) -> list[RunRecord]:

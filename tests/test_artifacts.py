@@ -122,8 +122,10 @@ def test_damage_is_named(
 ) -> None:
     artifact = make_artifact("sft")
     damage(artifact.path)
-    with pytest.raises(ArtifactError, match=expected):
+    with pytest.raises(ArtifactError, match=expected) as caught:
         load_artifact(artifact.path, PolicyCheckpoint)
+    if damage is not _edit_schema:
+        assert "`rlhf run CONFIG --from sft`" in str(caught.value)
 
 
 def test_another_kind_is_refused(make_artifact: Make) -> None:

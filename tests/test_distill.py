@@ -132,14 +132,20 @@ def test_merge_of_a_bf16_model_keeps_small_changes(
 
 def _findings(**changes: Any) -> dict[str, Any]:
     same = {"is_tied": True, "is_tied_in_base": True, "same_embeddings": True}
-    return {"adapter": 9e-5, "merged": 9e-4, **same, **changes}
+    return {"adapter": 9e-5, "merged": 9e-4, "largest_logit": 20.0, **same, **changes}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adapter": 2e-4}, r"exported adapter differs .* 2\.00e-04 in a logit.*1e-04"),
-        ({"merged": 0.25}, r"exported merged differs .* 2\.50e-01 in a logit.*1e-03"),
+        (
+            {"adapter": 2e-4},
+            r"adapter differs .* 2\.00e-04 in a logit; the largest logit is 20\..*1\.0e-04",
+        ),
+        ({"merged": 0.25}, r"exported merged differs .* 2\.50e-01 in a logit.*1\.0e-03"),
+        # 320 is ten times an ordinary logit, and so is the limit.
+        ({"adapter": 1.1e-3, "largest_logit": 320.0}, r"logit is 320\..*at most 1\.0e-03"),
+        ({"adapter": 2e-4, "largest_logit": math.nan}, r"logit is nan\..*at most 1\.0e-04"),
         ({"merged": math.nan}, "differs from the trained student by nan"),
         ({"is_tied": False}, "embeddings are apart in the merged model and tied in its base"),
         ({"same_embeddings": False}, "other input embeddings than its base"),
@@ -152,6 +158,12 @@ def test_export_that_differs_is_refused(changes: dict[str, Any], message: str) -
     }
     with pytest.raises(ModelError, match=message):
         check_findings(_findings(**changes))
+
+
+def test_larger_logits_may_differ_in_proportion() -> None:
+    # 4e-4 is above 1e-4, and below 1e-4 * 160 / 32 = 5e-4; 4e-3 below 1e-3 * 160 / 32.
+    large = _findings(adapter=4e-4, merged=4e-3, largest_logit=160.0)
+    assert check_findings(large)["adapter_reload_difference"] == 4e-4
 
 
 def test_embeddings_that_were_adapted_may_change() -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tasks.artifacts import MANIFEST_NAME, ParentRef, file_sha256
+from tasks.artifacts import MANIFEST_NAME, ParentRef, PolicyCheckpoint, file_sha256
 from tasks.config import TrackingConfig
 from tasks.errors import MissingInputError
 from tasks.lineage import LineageNode, lineage_tree, upstream_tags, upstreams_of
 from tasks.model_registry import Registry
 from tasks.provenance import workspace_name
+from tasks.references import resolve_reference
 from tasks.tracking import PIPELINE, Tracker, connect
 from tasks.workspace import Workspace
 
@@ -114,6 +115,34 @@ def test_removed_artefact_is_bridged_by_its_run(chain: Chain) -> None:
     assert gap.fingerprint == chain.policy.fingerprint
     assert _raw(tree).status == "verified"
     assert tree.broken == [gap]
+
+
+def test_artefact_that_was_made_again_stands_for_the_one_that_is_gone(chain: Chain) -> None:
+    run_id = chain.run_of(chain.policy)
+    chain.tracker.log_file(run_id, chain.policy.path / MANIFEST_NAME)
+    shutil.rmtree(chain.policy.path)
+    parents = chain.policy.manifest.parents
+    older, again = (chain._stage("offline_ppo", dict(parents)) for _ in range(2))
+    assert older.fingerprint == again.fingerprint == chain.policy.fingerprint
+    tree = lineage_tree(chain.tracker, str(chain.student.path))
+    found = tree.parents["policy"]
+    assert (found.status, found.path) == ("remade", str(again.path))
+    assert found.mlflow_run_id == chain.run_of(again)
+    assert found.note == f"made again, with the same bits; {chain.policy.path} is gone"
+    assert tree.broken == [] and _raw(tree).status == "verified"
+    assert lineage_tree(chain.tracker, run_id, is_deep=True).status == "remade"
+    walked = resolve_reference(chain.tracker, f"upstream:{tree.path}", "sft", PolicyCheckpoint)
+    assert walked == chain.base
+    # A torn one stands for nothing; other bits are told.
+    (again.path / MANIFEST_NAME).write_text("{")
+    manifest = json.loads((older.path / MANIFEST_NAME).read_text())
+    manifest["files"]["payload.bin"]["sha256"] = "0" * 64
+    (older.path / MANIFEST_NAME).write_text(json.dumps(manifest))
+    found = lineage_tree(chain.tracker, str(chain.student.path)).parents["policy"]
+    assert (found.status, found.path) == ("remade", str(older.path))
+    assert "with other bits in payload.bin" in found.note
+    deep = lineage_tree(chain.tracker, str(chain.student.path), is_deep=True).parents["policy"]
+    assert deep.status == "torn"
 
 
 def test_torn_manifest_is_bridged_by_its_run(chain: Chain) -> None:

@@ -64,7 +64,8 @@ class ChatReply:
     Args:
         text: what the model said; empty when the request failed.
         failure: why there is no text, empty where there is one.
-        is_final: a failure that asking again would not change: the request itself was refused.
+        is_final: a failure that asking again would not change: the request itself was refused, or
+            the model has nothing to say.
         truncated: whether the text ended at the length limit.
         attempts: requests that were sent.
         tokens: prompt and completion; estimated where the server does not count.
@@ -95,7 +96,7 @@ class Usage:
 class _Attempt:
     """Outcome of one request: a reply, or whether and when to try again."""
 
-    kind: Literal["reply", "retry", "refused", "fatal"]
+    kind: Literal["reply", "empty", "retry", "refused", "fatal"]
     text: str = ""
     truncated: bool = False
     tokens: int = 0
@@ -153,7 +154,7 @@ class ChatEndpoint:
         Never raises for what a server does: ``stopped`` holds what makes all further requests
         pointless (a refused key, an unknown model, a spent budget), and they return at once.
         """
-        attempts, tokens, reason = 0, 0, "not asked"
+        attempts, tokens, reason, is_empty = 0, 0, "not asked", False
         while attempts < self.cfg.attempts:
             await self._wait_for_turn()
             if not self._may_spend():
@@ -165,7 +166,7 @@ class ChatEndpoint:
             if outcome.kind == "reply":
                 self._has_answered = True
                 return ChatReply(outcome.text, "", False, outcome.truncated, attempts, tokens)
-            reason = outcome.reason
+            reason, is_empty = outcome.reason, outcome.kind == "empty"
             if outcome.kind == "refused":
                 self._has_answered = True
                 return ChatReply("", reason, True, False, attempts, tokens)
@@ -173,8 +174,11 @@ class ChatEndpoint:
                 return ChatReply(failure=reason, attempts=attempts, tokens=tokens)
             if not await self._back_off(outcome, attempts):
                 break
-        self._note_unanswered(reason)
-        return ChatReply(failure=reason, attempts=attempts, tokens=tokens)
+        if is_empty:
+            self._has_answered = True
+        else:
+            self._note_unanswered(reason)
+        return ChatReply("", reason, is_empty, False, attempts, tokens)
 
     def _may_spend(self) -> bool:
         """Count one request, or say that the budget or the server allows none."""
@@ -274,11 +278,12 @@ class ChatEndpoint:
         if not is_text:
             return _Attempt("retry", reason=f"no text: {self._shown(body)}")
         tokens = _tokens(row.get("usage"), request, text)
+        is_cut = choice.get("finish_reason") == "length"
         if not text.strip():
-            return _Attempt("retry", tokens=tokens, reason="an empty reply")
+            cut = ", which ends at the length limit" if is_cut else ""
+            return _Attempt("empty", tokens=tokens, reason=f"an empty reply{cut}")
         # A lone surrogate is valid JSON and cannot be stored.
         clean = text.encode("utf-8", "replace").decode()
-        is_cut = choice.get("finish_reason") == "length"
         return _Attempt("reply", clean, is_cut, tokens)
 
     def _judge_status(self, status: int, headers: httpx.Headers, body: bytes) -> _Attempt:

@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tasks.data.hub import resolve_revision, stream_rows
-from tasks.data.questions import Question, get_field, get_texts, get_turns, write_questions
+from tasks.data.questions import (
+    QUESTION_FORM,
+    Question,
+    get_field,
+    get_texts,
+    get_turns,
+    write_questions,
+)
 from tasks.errors import DataError
 
 
@@ -44,11 +51,11 @@ def questions_of(name: str, rows: Iterable[Mapping[str, Any]]) -> Iterable[Quest
         where = f"{name}, row {number}"
         named: dict[str, Any] = {"question_id": row.get("prompt_id"), "turns": row.get("prompt")}
         named |= {**row, "reference": row.get("reference") or []}
-        reference = tuple(get_texts(where, named, "reference"))
+        reference = tuple(get_texts(where, named, "reference", QUESTION_FORM))
         yield Question(
-            get_field(where, named, "question_id", int),
-            get_field(where, named, "category", str),
-            get_turns(where, named),
+            get_field(where, named, "question_id", int, QUESTION_FORM),
+            get_field(where, named, "category", str, QUESTION_FORM),
+            get_turns(where, named, QUESTION_FORM),
             # Empty texts stand for no reference.
             reference if any(reference) else None,
         )

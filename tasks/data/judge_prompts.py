@@ -95,8 +95,8 @@ def load_judge_prompts(source: str) -> JudgePrompts:
         return JudgePrompts(dict(zip(OWN_TEMPLATES, own, strict=True)))
     path = Path(source).expanduser()
     found: dict[str, JudgePrompt] = {}
-    for where, row in read_objects(path):
-        name = get_field(where, row, "name", str)
+    for where, row in read_objects(path, _FIX):
+        name = get_field(where, row, "name", str, _FIX)
         if name in _ALL_NAMES:
             found[name] = _parse(where, row, name)
     if not found:
@@ -105,7 +105,7 @@ def load_judge_prompts(source: str) -> JudgePrompts:
 
 
 def _parse(where: str, row: Mapping[str, Any], name: str) -> JudgePrompt:
-    template = get_field(where, row, "prompt_template", str)
+    template = get_field(where, row, "prompt_template", str, _FIX)
     try:
         fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
     except ValueError as error:
@@ -118,7 +118,7 @@ def _parse(where: str, row: Mapping[str, Any], name: str) -> JudgePrompt:
             f"only {sorted(known)}",
             "correct the template; literal braces are doubled",
         )
-    return JudgePrompt(name, get_field(where, row, "system_prompt", str), template)
+    return JudgePrompt(name, get_field(where, row, "system_prompt", str, _FIX), template)
 
 
 def judge_messages(

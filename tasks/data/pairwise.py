@@ -12,6 +12,10 @@ from tasks.data.questions import get_field, get_number, read_objects, write_obje
 from tasks.data.scores import WinRate
 from tasks.errors import DataError
 
+PAIR_FORM: Final = (
+    'judgments of pairs, one object per line: {"question_id": 81, "model_1": "", "model_2": "", '
+    '"g1_winner": "model_1", "g2_winner": "tie", "judge": ["gpt-4", "pair-v2"], "turn": 1}'
+)
 _FAILED: Final = "error"
 # FastChat names the winner of the swapped game by model too, not by place.
 _WINNERS: Final[dict[str, Verdict]] = {"model_1": "A", "model_2": "B", "tie": "tie"}
@@ -112,7 +116,7 @@ def read_pair_judgments(path: Path) -> list[PairJudgment]:
         MissingInputError: no such file.
         DataError: a line that is no pairwise judgment.
     """
-    return [parse_pair(where, row) for where, row in read_objects(path)]
+    return [parse_pair(where, row) for where, row in read_objects(path, PAIR_FORM)]
 
 
 def _row(j: PairJudgment) -> dict[str, Any]:
@@ -138,26 +142,26 @@ def parse_pair(where: str, row: dict[str, Any]) -> PairJudgment:
     Raises:
         DataError: it is none.
     """
-    judge = get_field(where, row, "judge", list)
+    judge = get_field(where, row, "judge", list, PAIR_FORM)
     if len(judge) != 2:
         raise DataError(f"{where}: judge is {judge}", "[name, method]", "correct the file")
     swapped = _winner(where, row, "g2_winner")
     return PairJudgment(
-        question_id=get_field(where, row, "question_id", int),
-        model_1=get_field(where, row, "model_1", str),
-        model_2=get_field(where, row, "model_2", str),
-        turn=get_field(where, row, "turn", int),
+        question_id=get_field(where, row, "question_id", int, PAIR_FORM),
+        model_1=get_field(where, row, "model_1", str, PAIR_FORM),
+        model_2=get_field(where, row, "model_2", str, PAIR_FORM),
+        turn=get_field(where, row, "turn", int, PAIR_FORM),
         first=_winner(where, row, "g1_winner"),
         swapped=None if swapped is None else _PLACES_TURNED[swapped],
         judge=(str(judge[0]), str(judge[1])),
         texts=(str(row.get("g1_judgment", "")), str(row.get("g2_judgment", ""))),
         tstamp=get_number(where, row, "tstamp") or 0.0,
-        repeat=get_field(where, {"repeat": 0, **row}, "repeat", int),
+        repeat=get_field(where, {"repeat": 0, **row}, "repeat", int, PAIR_FORM),
     )
 
 
 def _winner(where: str, row: dict[str, Any], name: str) -> Verdict | None:
-    value = get_field(where, row, name, str)
+    value = get_field(where, row, name, str, PAIR_FORM)
     if value != _FAILED and value not in _WINNERS:
         raise DataError(
             f"{where}: {name} is {value!r}",

@@ -18,7 +18,14 @@ _COUNTS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven",
 _NUMBER_WORDS: Final = {word: str(value) for value, word in enumerate(_COUNTS)} | {"no": "0"}
 _SHOWN_IDS: Final = 5
 _DIGITS: Final = "0123456789"
-_FIX: Final = 'one object per line: {"question_id": 81, "category": "writing", "turns": ["", ""]}'
+# What a line of each kind of file looks like, for who gave another kind.
+QUESTION_FORM: Final = (
+    'questions, one object per line: {"question_id": 81, "category": "writing", "turns": ["", ""]}'
+)
+ANSWER_FORM: Final = (
+    'answers, one object per line: {"question_id": 81, "model_id": "", '
+    '"choices": [{"index": 0, "turns": ["", ""]}]}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +73,7 @@ def read_questions(path: Path) -> list[Question]:
             no questions at all.
     """
     questions: dict[int, Question] = {}
-    for where, row in read_objects(path):
+    for where, row in read_objects(path, QUESTION_FORM):
         question = _parse_question(where, row)
         if question.question_id in questions:
             raise DataError(
@@ -76,7 +83,7 @@ def read_questions(path: Path) -> list[Question]:
             )
         questions[question.question_id] = question
     if not questions:
-        raise DataError(f"{path} holds no questions", "at least one", _FIX)
+        raise DataError(f"{path} holds no questions", "at least one", QUESTION_FORM)
     return list(questions.values())
 
 
@@ -171,14 +178,16 @@ def read_answers(path: Path, *, unique: bool = False) -> list[ModelAnswer]:
         DataError: a line that is no answer to two turns, or a second answer to a question.
     """
     answers: dict[tuple[int, str], ModelAnswer] = {}
-    for where, row in read_objects(path):
-        choices = get_field(where, row, "choices", list)
+    for where, row in read_objects(path, ANSWER_FORM):
+        choices = get_field(where, row, "choices", list, ANSWER_FORM)
         if not choices or not isinstance(choices[0], dict):
-            raise DataError(f"{where}: choices is empty", '[{"index": 0, "turns": [...]}]', _FIX)
+            raise DataError(
+                f"{where}: choices is empty", '[{"index": 0, "turns": [...]}]', ANSWER_FORM
+            )
         answer = ModelAnswer(
-            question_id=get_field(where, row, "question_id", int),
-            model_id=get_field(where, row, "model_id", str),
-            turns=get_turns(where, choices[0]),
+            question_id=get_field(where, row, "question_id", int, ANSWER_FORM),
+            model_id=get_field(where, row, "model_id", str, ANSWER_FORM),
+            turns=get_turns(where, choices[0], ANSWER_FORM),
             tstamp=get_number(where, row, "tstamp") or 0.0,
             truncated=_truncated(where, row),
         )
@@ -220,14 +229,17 @@ def answers_to(path: Path, questions: Sequence[Question]) -> list[ModelAnswer]:
 
 
 def _truncated(where: str, row: Mapping[str, Any]) -> tuple[bool, bool]:
-    values = get_field(where, {"truncated": [False, False], **row}, "truncated", list)
+    values = get_field(where, {"truncated": [False, False], **row}, "truncated", list, ANSWER_FORM)
     if len(values) != 2:
         raise DataError(f"{where}: truncated has {len(values)} values", "2", "correct the file")
     return bool(values[0]), bool(values[1])
 
 
-def read_objects(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+def read_objects(path: Path, form: str) -> Iterable[tuple[str, dict[str, Any]]]:
     """Yield each JSON object of a JSON-Lines file after "file, line N".
+
+    Args:
+        form: what a line should look like, for the error.
 
     Raises:
         MissingInputError: no such file.
@@ -238,9 +250,9 @@ def read_objects(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
         try:
             row = json.loads(line.text)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON: {error}", "a JSON object", _FIX) from error
+            raise DataError(f"{where} is not JSON: {error}", "a JSON object", form) from error
         if not isinstance(row, dict):
-            raise DataError(f"{where} holds a {type(row).__name__}", "a JSON object", _FIX)
+            raise DataError(f"{where} holds a {type(row).__name__}", "a JSON object", form)
         yield where, row
 
 
@@ -262,17 +274,17 @@ def write_objects(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     path.write_bytes(content)
 
 
-def get_field(where: str, row: Mapping[str, Any], name: str, kind: type) -> Any:
-    """Return a field of a row.
+def get_field(where: str, row: Mapping[str, Any], name: str, kind: type, form: str) -> Any:
+    """Return a field of a row; ``form`` is what a row should look like, for the error.
 
     Raises:
         DataError: it is missing or of another type; True and False are not numbers.
     """
     if name not in row:
-        raise DataError(f"{where}: no field {name!r}", kind.__name__, _FIX)
+        raise DataError(f"{where}: no field {name!r}", kind.__name__, form)
     value = row[name]
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise DataError(f"{where}: {name} is a {type(value).__name__}", kind.__name__, _FIX)
+        raise DataError(f"{where}: {name} is a {type(value).__name__}", kind.__name__, form)
     return value
 
 
@@ -295,36 +307,36 @@ def get_number(where: str, row: Mapping[str, Any], name: str) -> float | None:
 def _parse_question(where: str, row: Mapping[str, Any]) -> Question:
     reference = row.get("reference")
     if reference is not None:
-        reference = tuple(get_texts(where, row, "reference"))
+        reference = tuple(get_texts(where, row, "reference", QUESTION_FORM))
     return Question(
-        question_id=get_field(where, row, "question_id", int),
-        category=get_field(where, row, "category", str),
-        turns=get_turns(where, row),
+        question_id=get_field(where, row, "question_id", int, QUESTION_FORM),
+        category=get_field(where, row, "category", str, QUESTION_FORM),
+        turns=get_turns(where, row, QUESTION_FORM),
         reference=reference or None,
     )
 
 
-def get_turns(where: str, row: Mapping[str, Any]) -> tuple[str, str]:
+def get_turns(where: str, row: Mapping[str, Any], form: str) -> tuple[str, str]:
     """Return the two turns of a row.
 
     Raises:
         DataError: there are not two, or they are no texts.
     """
-    turns = get_texts(where, row, "turns")
+    turns = get_texts(where, row, "turns", form)
     if len(turns) != 2:
-        raise DataError(f"{where}: {len(turns)} turns", "2 turns", _FIX)
+        raise DataError(f"{where}: {len(turns)} turns", "2 turns", form)
     return turns[0], turns[1]
 
 
-def get_texts(where: str, row: Mapping[str, Any], name: str) -> list[str]:
+def get_texts(where: str, row: Mapping[str, Any], name: str, form: str) -> list[str]:
     """Return a list of texts of a row.
 
     Raises:
         DataError: it is missing or of another type.
     """
-    values: list[Any] = get_field(where, row, name, list)
+    values: list[Any] = get_field(where, row, name, list, form)
     for index, value in enumerate(values):
         if not isinstance(value, str):
             found = f"{where}: {name}[{index}] is a {type(value).__name__}"
-            raise DataError(found, "a string", _FIX)
+            raise DataError(found, "a string", form)
     return values

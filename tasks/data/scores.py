@@ -14,6 +14,10 @@ from tasks.errors import DataError
 # Second part of the judge of scores that are a reward model's.
 UNBOUNDED_METHOD: Final = "standardized-score"
 _FAILED: Final = -1
+JUDGMENT_FORM: Final = (
+    'judgments, one object per line: {"question_id": 81, "model": "", "judge": ["gpt-4", '
+    '"single-v1"], "score": 8, "turn": 1}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,7 @@ def read_scores(path: Path) -> list[Score]:
         MissingInputError: no such file.
         DataError: a line that is no judgment.
     """
-    return [parse_score(where, row) for where, row in read_objects(path)]
+    return [parse_score(where, row) for where, row in read_objects(path, JUDGMENT_FORM)]
 
 
 def parse_score(where: str, row: dict[str, Any]) -> Score:
@@ -205,7 +209,7 @@ def parse_score(where: str, row: dict[str, Any]) -> Score:
         DataError: it is none.
     """
     value = get_number(where, row, "score")
-    judge = get_field(where, row, "judge", list)
+    judge = get_field(where, row, "judge", list, JUDGMENT_FORM)
     if len(judge) != 2:
         raise DataError(f"{where}: judge is {judge}", "[name, method]", "correct the file")
     failure = str(row.get("failure", ""))
@@ -214,13 +218,13 @@ def parse_score(where: str, row: dict[str, Any]) -> Score:
     elif str(judge[1]) != UNBOUNDED_METHOD and not is_rating(value):
         value, failure = None, f"score {value:g} is not on the scale of 1 to 10"
     return Score(
-        question_id=get_field(where, row, "question_id", int),
-        model_id=get_field(where, row, "model", str),
-        turn=get_field(where, row, "turn", int),
+        question_id=get_field(where, row, "question_id", int, JUDGMENT_FORM),
+        model_id=get_field(where, row, "model", str, JUDGMENT_FORM),
+        turn=get_field(where, row, "turn", int, JUDGMENT_FORM),
         score=value,
         judge=(str(judge[0]), str(judge[1])),
         judgment=str(row.get("judgment", "")),
         tstamp=get_number(where, row, "tstamp") or 0.0,
-        repeat=get_field(where, {"repeat": 0, **row}, "repeat", int),
+        repeat=get_field(where, {"repeat": 0, **row}, "repeat", int, JUDGMENT_FORM),
         failure=failure,
     )

@@ -14,6 +14,7 @@ from tasks.artifacts import Manifest, ParentRef, read_manifest
 from tasks.config import ModelCardConfig
 from tasks.data.markdown import cell, table
 from tasks.errors import ArtifactError, MissingInputError
+from tasks.successors import standing_path
 
 CARD_NAME: Final = "README.md"
 UNKNOWN: Final = "unknown"
@@ -168,6 +169,6 @@ def lineage_rows(parents: Mapping[str, ParentRef]) -> list[tuple[str, str, str, 
 def _parents_of(ref: ParentRef) -> list[tuple[str, ParentRef]]:
     """Return what an artefact was made from; nothing for a raw source or one that is gone."""
     try:
-        return list(read_manifest(Path(ref.path)).parents.items())
+        return list(read_manifest(standing_path(ref)).parents.items())
     except (MissingInputError, ArtifactError):
         return []

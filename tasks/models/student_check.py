@@ -28,8 +28,9 @@ def main() -> None:
 
 
 def compare(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the largest difference of a logit for ``adapter`` and ``merged``, and whether the
-    merged model ties its embeddings as the base does and left the input embeddings as they were.
+    """Return the largest difference of a logit for ``adapter`` and ``merged``, how large the
+    logits are, and whether the merged model ties its embeddings as the base does and left the
+    input embeddings as they were.
 
     Args:
         job: ``base``, ``adapter`` and ``merged`` directories; ``rows`` of prompt and response ids;
@@ -41,6 +42,7 @@ def compare(job: dict[str, Any]) -> dict[str, Any]:
     base = _load(job["base"], device)
     embeddings = base.get_input_embeddings().weight.detach().clone()
     found: dict[str, Any] = {"is_tied_in_base": _is_tied(base)}
+    found["largest_logit"] = max(float(rows.abs().max()) for rows in expected.values())
     adapted = PeftModel.from_pretrained(base, job["adapter"]).to(device).eval()
     found["adapter"] = _largest_difference(adapted, job["rows"], expected, device)
     del adapted, base

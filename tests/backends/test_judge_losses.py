@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from judge_runs import endpoint_of, plan_of, run
 from tasks.backends.chat_endpoint import ChatEndpoint, ChatRequest
 from tasks.backends.judging import ask_all
 from tasks.data.hh import Message
+from tasks.data.leaderboard import score_model
 from tasks.errors import ClusterError, WorkspaceError
 
 
@@ -38,6 +40,41 @@ def test_server_that_breaks_down_is_no_finished_evaluation(tmp_path: Path) -> No
         graded = run(cfg, plan_of(20), path)
         assert len(server.seen) == 30
     assert [score.score for score in graded.scores] == [7.0] * 40
+
+
+def _act(content: str, silent: dict[int, Act]) -> Act:
+    """Return what is said about the question of a prompt."""
+    return silent.get(int(re.findall(r"ask (\d+)\.", content)[0]), Act())
+
+
+def test_empty_replies_are_failed_judgments_with_their_reason(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    silent = {0: Act(text=""), 1: Act(text=" \n"), 2: Act(text="", finish_reason="length")}
+    with chat_server(lambda content, nth: _act(content, silent)) as server:
+        cfg = endpoint_of(server, attempts=3, timeout_seconds=60.0)
+        graded = run(cfg, plan_of(4), path)
+        # Each of the three questions has two turns, of which each is asked three times.
+        assert sorted(server.asked.values()) == [1, 1, *[3] * 6]
+        assert len(server.seen) == graded.requests == 20
+        assert run(cfg, plan_of(4), path).scores == graded.scores and len(server.seen) == 20
+    failures = {score.question_id: (score.score, score.failure) for score in graded.scores}
+    assert failures == {
+        0: (None, "an empty reply"),
+        1: (None, "an empty reply"),
+        2: (None, "an empty reply, which ends at the length limit"),
+        3: (7.0, ""),
+    }
+    summary = score_model(graded.scores)
+    assert (summary.valid, summary.failed) == (2, 6)
+    assert summary.mean is not None and summary.mean.value == 7.0
+
+
+def test_judge_that_says_nothing_at_all_gives_coverage_0(tmp_path: Path) -> None:
+    with chat_server(lambda content, nth: Act(text="")) as server:
+        cfg = endpoint_of(server, attempts=2, timeout_seconds=60.0)
+        graded = run(cfg, plan_of(12), tmp_path / "j.jsonl")
+    summary = score_model(graded.scores)
+    assert (summary.mean, summary.coverage) == (None, 0.0)
 
 
 async def _paid_and_handed_over(

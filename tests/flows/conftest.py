@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +22,8 @@ from tasks.context import StageContext
 SMALL = PipelineConfig(ingest=IngestConfig(demo=DemoWorldConfig(n_pairs=60)))
 DEFAULT_OPTIONS = RunOptions()
 
-# What the next write does before it publishes: raise, look at the context, or nothing.
-Before = Callable[[StageContext], None]
+# What the next write does before it publishes: raise, look at the context, or add to its report.
+Before = Callable[[StageContext], dict[str, Any] | None]
 _before: dict[str, Before] = {}
 
 
@@ -36,20 +37,28 @@ def write_payload(ctx: StageContext) -> Artifact:
     ctx.log.progress(2, 2)
     ctx.draft.metrics["accuracy"] = 0.75
     ctx.draft.counts["rows"] = 3
+    report: dict[str, Any] = {"demo.reward_accuracy_clean": 0.9}
     if ctx.stage in _before:
-        _before[ctx.stage](ctx)
+        report |= _before[ctx.stage](ctx) or {}
     with build_artifact(ctx.artifacts_dir, ctx.draft) as directory:
         (directory / "payload.bin").write_bytes(ctx.stage.encode())
-        (directory / "report.json").write_text('{"demo.reward_accuracy_clean": 0.9}')
+        (directory / "report.json").write_text(json.dumps(report))
     made = newest_artifact(ctx.artifacts_dir, KINDS[ctx.draft.kind], ctx.fingerprint)
     assert made is not None
     return made
 
 
 @flow(name="mini-stage", persist_result=True, **HOOKS)
-def mini_stage(stage: Stage, refs: dict[str, str], options: RunOptions = DEFAULT_OPTIONS) -> str:
+def mini_stage(
+    stage: Stage,
+    refs: dict[str, str],
+    options: RunOptions = DEFAULT_OPTIONS,
+    changes: dict[str, Any] | None = None,
+) -> str:
     """Run one stage with a payload of one file."""
-    with stage_run(stage, getattr(SMALL, stage), options, **refs) as run:
+    cfg = getattr(SMALL, stage)
+    cfg = type(cfg).model_validate(cfg.model_dump() | (changes or {}))
+    with stage_run(stage, cfg, options, **refs) as run:
         if run.is_needed:
             run.publish(write_payload(run.context))
     return run.path
@@ -78,8 +87,13 @@ def before_publishing() -> Any:
 def run_stage(prefect_server: None, workspace: Any) -> Callable[..., str]:
     """A function that runs one mini stage on the test's Prefect server."""
 
-    def run(stage: Stage, options: RunOptions = DEFAULT_OPTIONS, **refs: str) -> str:
-        return mini_stage(stage, refs, options)
+    def run(
+        stage: Stage,
+        options: RunOptions = DEFAULT_OPTIONS,
+        changes: dict[str, Any] | None = None,
+        **refs: str,
+    ) -> str:
+        return mini_stage(stage, refs, options, changes)
 
     return run
 

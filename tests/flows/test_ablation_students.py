@@ -13,6 +13,9 @@ from tasks.config import PipelineConfig
 from tasks.data.ablation_page import read_ablation
 from tasks.data.ablation_report import SHARE
 from tasks.loading_config import load_config, merge
+from tasks.model_registry import Registry
+from tasks.tracking import connect
+from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.endurance
 CONFIG = Path(__file__).parent / "small_ablation.yaml"
@@ -56,5 +59,9 @@ def test_students_are_compared_with_their_teacher(
         expected = pytest.approx(run.figures["good_rate"] / rate) if rate else None
         assert run.figures.get(SHARE) == expected
     assert base.figures["win_rate"] == 0.5 and teacher.figures["kl_per_token"] > 0.0
+    # Neither candidate nor `latest`: they are trials.
+    tracker = connect(cfg.tracking, Workspace.from_environment())
+    assert Registry(tracker).versions() == []
+    assert tracker.latest_finished("distill") is None
     page = (tmp_path / "ablation" / "ablation.md").read_text()
     assert "of the teacher's" in page and "| teacher |" in page

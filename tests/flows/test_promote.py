@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from mlflow import MlflowClient
 from typer.testing import CliRunner
 
 from flows.cli import app
-from flows.promote import Decision, PromoteRequest, apply_verdict, promote, rollback
+from flows.promote import Decision, PromoteRequest, Verdict, apply_verdict, promote, rollback
 from flows.staleness import champion_run
-from tasks.config import EvaluateConfig, TrackingConfig
+from tasks.artifacts import StudentAdapter, load_artifact
+from tasks.config import PromotionConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
 from tasks.model_registry import CHAMPION, Registry
 from tasks.promotion import champion_of, compare_with_champion, known_evaluation
@@ -53,14 +55,16 @@ class Chains:
         return artifact
 
     def evaluate(self, student: Any, gate: Any = PASSED, **settings: Any) -> Decision:
-        """Let an evaluation speak; keywords are its figures, and `promotion`."""
-        promotion = settings.pop("promotion", {})
-        cfg = EvaluateConfig.model_validate({"promotion": promotion}).model_dump(mode="json")
+        """Let an evaluation speak; keywords are its figures, `promotion`, and `judge`."""
+        limits = PromotionConfig.model_validate(settings.pop("promotion", {}))
+        judge = settings.pop("judge", "reward_model")
         run_id = self.tracker.start_run("evaluate", {"stage": "evaluate"}, {})
         parents = {"student": student, "reward_model": self.reward_model}
-        report = self.make("evaluate", parents, run_id, {"gate": gate}, **cfg)
-        report.manifest.metrics.update({f"student_{name}": v for name, v in settings.items()})
-        self.said = apply_verdict(self.tracker, report)
+        report = self.make("evaluate", parents, run_id, {"gate": gate}, judge=judge)
+        figures = {"question_score": 6.0, **settings}
+        report.manifest.metrics.update({f"student_{name}": v for name, v in figures.items()})
+        self.verdict = Verdict(report, limits)
+        self.said = apply_verdict(self.tracker, self.verdict)
         self.run = self.tracker.read_run(run_id)
         return self.said
 
@@ -113,6 +117,76 @@ def test_student_below_the_champion_is_refused(chains: Chains) -> None:
     assert champion_of(chains.registry) == 1
     said = chains.evaluate(chains.student(), win_rate_against_base=0.79, harmlessness_rate=0.9)
     assert said.text == "version 3 of rlhf-flows-student is the champion instead of version 1"
+
+
+def test_champion_stays_where_nothing_can_be_compared(chains: Chains) -> None:
+    chains.evaluate(chains.student(), question_score=5.0)
+    student = chains.student()
+    said = chains.evaluate(student, question_score=9.0, judge="openai")
+    assert not said.is_champion and champion_of(chains.registry) == 1
+    # Both yardsticks and both ways out are named.
+    scorer = chains.reward_model.fingerprint[:16]
+    assert f"question_score (judge openai:, questions /None, the champion's judge {scorer}" in (
+        said.text
+    )
+    assert "`rlhf promote 2`" in said.text
+    assert "evaluate models:/rlhf-flows-student@champion as this student was" in said.text
+    tags = chains.registry.version(2).tags
+    assert tags["promotion.verdict"] == "refused"
+    assert said.text.endswith(tags["promotion.reasons"])
+    # The way out: the champion on the new yardstick, then the same evaluation again.
+    found = chains.verdict
+    chains.evaluate(_student_of(chains, 1), question_score=8.0, judge="openai")
+    said = apply_verdict(chains.tracker, replace(found, is_reused=True))
+    assert said.is_champion and champion_of(chains.registry) == 2
+    tags = chains.registry.version(2).tags
+    assert (tags["promotion.verdict"], tags["promotion.reasons"]) == ("promoted", "none")
+    assert tags["promoted.why"].endswith("passed; question_score 9 against the champion's 8")
+
+
+def _student_of(chains: Chains, number: int) -> Any:
+    path = chains.registry.version(number).artifact_path
+    return load_artifact(Path(str(path)), StudentAdapter)
+
+
+def test_champion_that_was_never_evaluated_stays(chains: Chains) -> None:
+    chains.student()
+    promote(_request("1"))
+    said = chains.evaluate(chains.student())
+    assert "cannot be compared with version 1: the champion has no evaluation" in said.text
+    assert champion_of(chains.registry) == 1
+
+
+def test_reward_models_accuracy_alone_is_no_comparison_of_students(chains: Chains) -> None:
+    chains.evaluate(chains.student())
+    accuracy = MlflowClient(chains.tracker.tracking_uri).log_metric
+    accuracy(chains.reward_model.manifest.mlflow_run_id, "summary/test_accuracy", 0.9)
+    said = chains.evaluate(chains.student(), judge="openai")
+    assert "cannot be compared" in said.text
+    assert champion_of(chains.registry) == 1
+
+
+def test_reused_evaluation_decides_by_the_limits_of_now(chains: Chains) -> None:
+    off = PromotionConfig(enabled=False)
+    chains.evaluate(chains.student(), promotion=off.model_dump())
+    assert champion_of(chains.registry) is None
+    chain = chains.tracker.start_run("chain", {"stage": "pipeline"}, {})
+    again = replace(chains.verdict, limits=PromotionConfig(), chain_run_id=chain, is_reused=True)
+    assert apply_verdict(chains.tracker, again).is_champion
+    assert champion_of(chains.registry) == 1
+    assert "is the champion" in chains.tracker.read_run(chain).tags["promotion"]
+    # 6.0 - 5.5 is more than 0.1, and less than 1.
+    said = chains.evaluate(chains.student(), question_score=5.5)
+    assert "more than 0.1 below" in said.text
+    wider = replace(chains.verdict, limits=PromotionConfig(max_score_drop=1.0), is_reused=True)
+    assert apply_verdict(chains.tracker, wider).is_champion
+    assert champion_of(chains.registry) == 2
+    # A newer evaluation of the student is not replaced by an older one that is reused.
+    older = chains.verdict
+    chains.evaluate(_student_of(chains, 2), question_score=5.9)
+    apply_verdict(chains.tracker, replace(older, is_reused=True))
+    newest = known_evaluation(chains.registry.version(2))
+    assert newest is not None and newest.figures["question_score"] == 5.9
 
 
 def test_worse_reward_model_keeps_a_student_from_winning(chains: Chains) -> None:
@@ -249,7 +323,9 @@ def test_rollback_to_a_student_that_is_gone_leaves_the_champion(chains: Chains) 
     ("arguments", "expected"),
     [
         (["promote", "7"], "no version 7"),
+        (["promote", "nosuch"], "a version's number (1), or an alias: candidate."),
         (["promote", "champion"], "alias 'champion'"),
+        (["promote", "models:/nobody@candidate"], "name rlhf-flows-student"),
         (["promote", "models:/nobody@candidate"], "No registered model 'nobody'"),
         (["promote", "runs:/0123"], "No MLflow run 0123"),
         (["rollback"], "alias 'champion'"),

@@ -143,6 +143,11 @@ def test_parent_that_is_gone_or_torn_is_refused(servers: Tracker, make_artifact:
     shutil.rmtree(data.path)
     with pytest.raises(MissingInputError, match=r"rlhf reproduce \w+ --keep"):
         _reproduce(run_id)
+    # Made again it will do: the stage starts, and misses the files that this one never had.
+    again = make_artifact("ingest")
+    assert again.fingerprint == data.fingerprint and again.path != data.path
+    with pytest.raises(ArtifactError, match=str(again.path / "train.parquet")):
+        _reproduce(run_id)
 
 
 @pytest.mark.slow

@@ -44,6 +44,23 @@ def _write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.parametrize(
+    ("row", "found", "fix"),
+    [
+        ({"question_id": 1, "category": "math", "turns": ["", ""]}, "is a question", "_single"),
+        ({"question_id": 1, "model_id": "m", "choices": []}, "is an answer", "_single.jsonl"),
+        ({"question_id": 1, "model": "m"}, "no field 'judge'", '"judge": ["gpt-4", "single-v1"]'),
+        ({"question_id": 1, "g1_winner": "tie"}, "no field", '"g2_winner": "tie"'),
+    ],
+)
+def test_other_files_get_the_form_of_judgments(
+    tmp_path: Path, row: dict[str, Any], found: str, fix: str
+) -> None:
+    with pytest.raises(DataError, match=found) as caught:
+        score_judgments(JudgmentRequest([_write(tmp_path / "file.jsonl", row)]))
+    assert fix in caught.value.fix and '"category"' not in caught.value.fix
+
+
 def test_all_published_numbers_exactly(real_file: Path) -> None:
     found = score_judgments(JudgmentRequest([real_file]))
     assert [row.model for row in found.rows] == list(PUBLISHED)

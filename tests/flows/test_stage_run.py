@@ -24,10 +24,12 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun
 
 from flows.options import RunOptions
-from tasks.artifacts import PolicyCheckpoint, load_artifact, read_manifest
+from tasks.artifacts import PolicyCheckpoint, StudentAdapter, load_artifact, read_manifest
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, StageTimeoutError, TrainingError, WorkspaceError
+from tasks.model_registry import CANDIDATE, CHAMPION, Registry
 from tasks.provenance import process_name, workspace_name
+from tasks.references import registered_version, resolve_reference
 from tasks.tracking import RunRecord, Tracker
 from tasks.workspace import Workspace
 
@@ -36,6 +38,7 @@ pytestmark = pytest.mark.slow
 Run = Callable[..., str]
 SharedCases = Callable[[str], list[dict[str, Any]]]
 REUSE = RunOptions(reuse=True)
+TRIAL_OF_AN_ABLATION = RunOptions(is_trial=True)
 
 
 def _runs(tracker: Tracker, stage: str) -> list[RunRecord]:
@@ -112,6 +115,59 @@ def test_single_stage_always_runs_and_the_chains_options_reuse(
     assert second != first
     assert read_manifest(Path(second)).fingerprint == read_manifest(Path(first)).fingerprint
     assert run_stage("sft") != run_stage("sft")
+
+
+def test_student_of_an_ablation_is_no_candidate_until_a_chain_uses_it(
+    run_stage: Run, tracker: Tracker
+) -> None:
+    for stage in ("ingest", "sft", "reward_model", "offline_ppo"):
+        run_stage(stage)
+    chain, registry = run_stage("distill"), Registry(tracker)
+    assert [version.version for version in registry.versions()] == [1]
+    trial = run_stage("distill", TRIAL_OF_AN_ABLATION)
+    run_id = str(read_manifest(Path(trial)).mlflow_run_id)
+    # As if the process had been killed after it had published the student.
+    tracker.reopen(run_id)
+    assert run_stage("distill", REUSE.model_copy(update={"is_trial": True})) == trial
+    assert tracker.read_run(run_id).status == "FINISHED"
+    assert [version.version for version in registry.versions()] == [1]
+    with pytest.raises(MissingInputError, match=r"trial of an ablation.*run a chain"):
+        registered_version(tracker, f"runs:/{run_id}")
+    said = read_manifest(Path(run_stage("evaluate", student=trial))).mlflow_run_id
+    assert "is no version" in tracker.read_run(str(said)).tags["promotion"]
+    assert resolve_reference(tracker, "latest", "distill", StudentAdapter).path == Path(chain)
+    assert registry.aliased(CANDIDATE).version == 1
+    assert run_stage("distill", REUSE) == trial
+    assert registry.aliased(CANDIDATE).run_id == run_id
+    assert resolve_reference(tracker, "latest", "distill", StudentAdapter).path == Path(trial)
+    assert run_stage("distill", REUSE) == trial
+    assert [version.version for version in registry.versions()] == [2, 1]
+
+
+def test_reused_evaluation_decides_anew_and_tells_the_chain_of_now(
+    run_stage: Run, tracker: Tracker, before_publishing: Any
+) -> None:
+    for stage in ("ingest", "sft", "reward_model", "offline_ppo", "distill"):
+        run_stage(stage)
+    before_publishing("evaluate", lambda ctx: {"gate": {"verdict": "passed", "checks": []}})
+    first = run_stage("evaluate", changes={"promotion": {"enabled": False}})
+    assert "promotion is off" in _only_run(tracker, "evaluate").tags["promotion"]
+    chain = tracker.start_run("chain", {"stage": "pipeline"}, {})
+    options = REUSE.model_copy(update={"pipeline_run_id": chain})
+    assert run_stage("evaluate", options) == first
+    assert Registry(tracker).aliased(CHAMPION).version == 1
+    for run in (tracker.read_run(chain), _only_run(tracker, "evaluate")):
+        assert run.tags["promotion"] == "version 1 of rlhf-flows-student is the champion"
+
+
+def test_policy_of_an_ablation_is_not_the_latest(run_stage: Run, tracker: Tracker) -> None:
+    trial = run_stage("ingest", TRIAL_OF_AN_ABLATION)
+    run_id = read_manifest(Path(trial)).mlflow_run_id
+    with pytest.raises(MissingInputError, match=rf"but trials of an ablation.*runs:/{run_id}"):
+        run_stage("sft")
+    own = run_stage("ingest")
+    run_stage("ingest", TRIAL_OF_AN_ABLATION)
+    assert read_manifest(Path(run_stage("sft"))).parents["preferences"].path == own
 
 
 def test_exception_marks_the_run_failed_and_keeps_the_checkpoint(

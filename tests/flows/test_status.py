@@ -15,7 +15,7 @@ from flows.services import SERVICES, directory_of, running_addresses
 from flows.status import read_status
 from flows.up import _port, states
 from tasks.config import TrackingConfig
-from tasks.errors import ClusterError
+from tasks.errors import ClusterError, ConfigError
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 RUNNER = CliRunner()
@@ -62,11 +62,41 @@ def test_what_died_is_told_with_its_log(empty: Workspace) -> None:
     assert [one.state for one in states(empty)] == ["stopped"] * 3
 
 
-def test_a_crashed_server_gets_its_port_again(empty: Workspace) -> None:
-    assert _port(empty, "mlflow", None, 5000) == 5000
+def test_torn_record_names_the_file_and_the_way_out(empty: Workspace) -> None:
     _record(empty, "mlflow", 1, 5001)
-    assert _port(empty, "mlflow", None, 5000) == 5001
-    assert _port(empty, "mlflow", 5002, 5000) == 5002
+    file = directory_of(empty) / "mlflow.json"
+    file.write_text(file.read_text()[:40])
+    (torn,) = [one for one in states(empty) if one.name == "mlflow"]
+    assert torn.state == "unknown"
+    assert torn.note.startswith(f"{file} is torn") and "`rlhf down`" in torn.note
+    result = RUNNER.invoke(app, ["status"])
+    assert result.exit_code == 1 and torn.note in result.output
+    # Another port than the clients' would be taken in silence.
+    with pytest.raises(ConfigError, match=rf"port of mlflow is not known.*{file} is torn"):
+        _port(empty, "mlflow", None)
+    assert _port(empty, "mlflow", 5001) == 5001
+    result = RUNNER.invoke(app, ["down"])
+    assert f"{file} was torn and is removed: `rlhf up --mlflow-port PORT`" in result.output
+    assert not file.exists()
+    result = RUNNER.invoke(app, ["down"])
+    assert "torn" not in result.output
+
+
+def test_values_come_whole_in_a_pipe(empty: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    long = Workspace(empty.root / ("deep" * 30))
+    monkeypatch.setenv("RLHF_HOME", str(long.root))
+    _record(long, "mlflow", 1, 5000)
+    lines = RUNNER.invoke(app, ["status"]).output.splitlines()
+    (line,) = [line for line in lines if "mlflow" in line and "died" in line]
+    assert f"{directory_of(long)}/mlflow.log" in line
+
+
+def test_a_crashed_server_gets_its_port_again(empty: Workspace) -> None:
+    assert _port(empty, "mlflow", None) == 5000
+    _record(empty, "mlflow", 1, 5001)
+    assert _port(empty, "mlflow", None) == 5001
+    assert _port(empty, "mlflow", 5002) == 5002
 
 
 def test_config_is_checked_before_anything_starts(empty: Workspace) -> None:

@@ -1,0 +1,49 @@
+"""Small files are whole or not there, and nothing else stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import WorkspaceError
+from tasks.whole_file import write_whole
+
+# Dies while the file is half written, as by a power cut.
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tasks.whole_file import write_whole
+
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+write_whole(Path(sys.argv[1]), "half")
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_writing(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    write_whole(path, "first")
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(path)], check=False)
+    assert done.returncode == -9
+    assert path.read_text() == "first" and len(list(tmp_path.iterdir())) == 2
+    # What another process writes at this moment, or what is another file's, is left alone.
+    (left,) = (file for file in tmp_path.iterdir() if file != path)
+    alive = left.with_name(left.name.replace(left.name.split(".")[-2], str(os.getppid())))
+    other = tmp_path / left.name.replace("summary", "other")
+    alive.write_text(""), other.write_text("")
+    write_whole(path, "second")
+    assert path.read_text() == "second"
+    assert set(tmp_path.iterdir()) == {path, alive, other}
+
+
+def test_writing_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(WorkspaceError, match=r"summary\.json cannot be written: No space left"):
+        write_whole(tmp_path / "summary.json", "x")
+    assert list(tmp_path.iterdir()) == []
