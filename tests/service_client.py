@@ -33,11 +33,13 @@ class Services:
     Args:
         home: the workspace.
         config: what is deployed.
+        project: the checkout that runs.
     """
 
-    def __init__(self, home: Path, config: Path) -> None:
+    def __init__(self, home: Path, config: Path, project: Path = ROOT) -> None:
         self.home = home
         self.config = config
+        self.project = project
         self.prefect_port, self.mlflow_port = free_port(), free_port()
         self.api = f"http://127.0.0.1:{self.prefect_port}/api"
         self.mlflow = f"http://127.0.0.1:{self.mlflow_port}"
@@ -45,14 +47,14 @@ class Services:
     def rlhf(self, *arguments: str, code: int | None = 0) -> str:
         """Run a command and return what it prints, errors included."""
         environment = {**os.environ, "RLHF_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        environment |= {"PYTHONPATH": str(self.project), "COLUMNS": "200"}
         # What the tests' own server is configured with is not for these.
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             del environment[name]
         done = subprocess.run(
             [sys.executable, "-m", "flows.cli", *arguments],
             env=environment,
-            cwd=ROOT,
+            cwd=self.project,
             capture_output=True,
             text=True,
             timeout=300,
