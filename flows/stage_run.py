@@ -146,9 +146,10 @@ def stage_run(
             tracked(tracker, workspace, prepared, options) as context,
         ):
             run = StageRun(prepared, context)
-            with time_limit(stage, options.timeout_seconds):
-                yield run
-            link_result(tracker, run.artifact)
+            with workspace.space_watched():
+                with time_limit(stage, options.timeout_seconds):
+                    yield run
+                link_result(tracker, run.artifact)
     seconds = time.monotonic() - started_at
     _record(tracker, options, run, seconds, is_reused=reused is not None)
 
