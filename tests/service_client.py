@@ -188,6 +188,62 @@ class Services:
         psutil.wait_procs([handle], timeout=20)
 
 
+class DirectRun:
+    """A command that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def text(self) -> str:
+        """Return what it has printed, errors included."""
+        return self.log.read_text()
+
+    def wait(self, timeout_seconds: float = 900) -> int:
+        """Wait for its end; return its exit code."""
+        return self.process.wait(timeout_seconds)
+
+
+class DirectHome:
+    """One workspace without services, in which `rlhf run` does everything.
+
+    Args:
+        root: the workspace.
+        config: what is run.
+    """
+
+    def __init__(self, root: Path, config: Path) -> None:
+        self.root = root
+        self.config = config
+        self._n_started = 0
+
+    def start(self, *arguments: str) -> DirectRun:
+        """Start `rlhf run` with these arguments."""
+        environment = {**os.environ, "RLHF_HOME": str(self.root), "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        for name in [name for name in environment if name.startswith("PREFECT_")]:
+            del environment[name]
+        self._n_started += 1
+        log = self.config.parent / f"run-{self._n_started}.log"
+        command = [sys.executable, "-m", "flows.cli", "run", str(self.config), *arguments]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            )
+        return DirectRun(process, log)
+
+    def finished(self, *arguments: str) -> str:
+        """Run to the end, which has to be a good one; return what was printed."""
+        run = self.start(*arguments)
+        assert run.wait() == 0, run.text()
+        return run.text()
+
+
 def wait_for(
     condition: Callable[[], bool], timeout_seconds: float, seen: Callable[[], str] = str
 ) -> None:

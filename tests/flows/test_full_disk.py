@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, SMALL_CHAIN
-from service_client import wait_for
+from conftest import SMALL_CHAIN
+from service_client import DirectHome, wait_for
 
 from tasks.config import STAGES, TrackingConfig
 from tasks.context import StageContext
@@ -59,10 +57,6 @@ def fill(disk: Path) -> Path:
             except OSError as error:
                 assert error.errno == errno.ENOSPC
     return file
-
-
-def _unfinished(root: Path) -> list[str]:
-    return [str(path) for path in root.rglob(".tmp-*") if path.is_dir()]
 
 
 def _counts(workspace: Workspace) -> dict[str, int]:
@@ -153,46 +147,29 @@ def test_disk_that_fills_within_a_stage(
 
 
 @pytest.mark.endurance
+@pytest.mark.timeout(1800)
 def test_command_goes_on_when_space_is_freed(small_disk: Path, tmp_path: Path) -> None:
     """Everything is on the full disk: artefacts, checkpoints, MLflow's and Prefect's databases."""
-    workspace = Workspace(small_disk / "home")
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(small_chain=SMALL_CHAIN))
-    environment = {**os.environ, "RLHF_HOME": str(workspace.root), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
-    for name in [name for name in environment if name.startswith("PREFECT_")]:
-        del environment[name]
-    command = [sys.executable, "-m", "flows.cli", "run", str(config)]
-    log = tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
-        )
-        checkpoints = workspace.root / "checkpoints" / "sft"
-        wait_for(
-            lambda: any(checkpoints.glob("*/step-*")) or process.poll() is not None,
-            500,
-            log.read_text,
-        )
-        assert process.poll() is None, log.read_text()
-        filler = fill(small_disk)
-        assert process.wait(500) == BAD_INPUT, log.read_text()
-    text = log.read_text()
-    assert f"The disk under workspace {workspace.root} is full" in text
+    home = DirectHome(small_disk / "home", config)
+    home.finished("--only", "ingest")
+    process = home.start("--only", "sft")
+    checkpoints = home.root / "checkpoints" / "sft"
+    wait_for(lambda: any(checkpoints.glob("*/step-*")) or not process.is_running, 600, process.text)
+    assert process.is_running, process.text()
+    filler = fill(small_disk)
+    assert process.wait() == BAD_INPUT, process.text()
+    text = process.text()
+    assert f"The disk under workspace {home.root} is full" in text
     assert "Traceback" not in text and "start the same run again" in text
-    assert _unfinished(workspace.root) == []
+    assert [path for path in home.root.rglob(".tmp-*") if path.is_dir()] == []
+    assert not (home.root / "models" / "sft").exists() or not any(
+        (home.root / "models" / "sft").iterdir()
+    )
 
     filler.unlink()
-    again = subprocess.run(
-        command,
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=1000,
-        check=False,
-    )
-    assert again.returncode == 0, again.stderr
-    second, first = connect(TrackingConfig(), workspace).find_runs({"stage": "sft"})
+    home.finished("--only", "sft")
+    second, first = connect(TrackingConfig(), Workspace(home.root)).find_runs({"stage": "sft"})
     assert (first.status, second.status) == ("KILLED", "FINISHED")
     assert "continues from its checkpoint" in first.tags["failure"]
