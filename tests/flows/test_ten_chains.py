@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,15 +90,17 @@ def _footprint(services: Services) -> Footprint:
     )
 
 
-def _actors(cluster: Cluster) -> list[str]:
-    """Return the workers on the lasting cluster that do or hold something."""
-    assert cluster.address
-    names = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
-    return [name for name in names if name.startswith("ray::") and "IDLE" not in name.split()[0]]
+def _busy_workers() -> list[str]:
+    """Return the processes of the lasting cluster that are not idle: agents, actors and tasks."""
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            names.append(" ".join(process.cmdline()))
+    return sorted(name for name in names if name.startswith("ray::") and "IDLE" not in name)
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def lasting_cluster() -> Iterator[Cluster]:
     """A Ray cluster that outlives the chains."""
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4})
     try:
@@ -130,26 +133,27 @@ def _parameters(chain: int, address: str) -> dict[str, Any]:
     return cfg
 
 
-def _run_all(services: Services, cluster: Cluster) -> tuple[list[str], list[Footprint]]:
+def _run_all(services: Services, lasting_cluster: Cluster) -> tuple[list[str], list[Footprint]]:
     """Run the ten; return their flow runs, and the footprint after each that ran alone."""
+    agents = _busy_workers()
     flow_runs: list[str] = []
     footprints: list[Footprint] = []
     for chain in range(len(SEEDS)):
-        flow_runs.append(services.run(CHAIN, cfg=_parameters(chain, cluster.address)))
+        flow_runs.append(services.run(CHAIN, cfg=_parameters(chain, lasting_cluster.address)))
         if chain == AT_ONCE[0]:
             continue  # the next one starts beside it
         for flow_run in flow_runs[len(footprints) :]:
             services.completed(flow_run, 1800)
         wait_for(lambda: not psutil.Process(services.pid("worker")).children(), 60)
-        wait_for(lambda: not _actors(cluster), 60, lambda: str(_actors(cluster)))
-        assert services.processes("ray") == []
+        wait_for(lambda: _busy_workers() == agents, 60, lambda: str(_busy_workers()))
+        assert services.processes("raylet") == services.processes("ray::") == []
         footprints += [_footprint(services)] * (len(flow_runs) - len(footprints))
     return flow_runs, footprints
 
 
 @pytest.mark.timeout(7200)
-def test_ten_chains_in_a_row(services: Services, cluster: Cluster) -> None:
-    flow_runs, footprints = _run_all(services, cluster)
+def test_ten_chains_in_a_row(services: Services, lasting_cluster: Cluster) -> None:
+    flow_runs, footprints = _run_all(services, lasting_cluster)
     first, second = (services.flow_run(flow_runs[chain]) for chain in AT_ONCE)
     # The pool takes one at a time.
     assert min(first["end_time"], second["end_time"]) <= max(

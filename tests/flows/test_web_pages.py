@@ -94,7 +94,7 @@ def test_run_started_from_the_form_has_the_changed_value(
         tab.press("Submit")
         tab.wait_for("!location.pathname.endsWith('/run')")
     chosen = f"tags.stage = 'ingest' and params.`demo.n_pairs` = '{PAIRS[ui]}'"
-    wait_for(lambda: bool(services.mlflow_runs(chosen)), 60)
+    wait_for(lambda: bool(services.mlflow_runs(chosen)), 180)
     (run,) = services.mlflow_runs(chosen)
     services.completed(run["tags"]["prefect.flow_run_id"])
     # The form sends all fields; those that nobody touched are the small chain's.
