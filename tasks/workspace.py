@@ -97,7 +97,8 @@ class Workspace:
             free = shutil.disk_usage(self.root).free
             # A server that says so may have another disk.
             is_elsewhere = isinstance(error, ClusterError) and free >= MIN_FREE_BYTES
-            if is_elsewhere or (reason is None and free >= FULL_BYTES):
+            is_explained = isinstance(error, RlhfError) or free >= FULL_BYTES
+            if is_elsewhere or (reason is None and is_explained):
                 raise
             raise DiskFullError(
                 f"The disk under workspace {self.root} is full ({free / 2**20:.0f} MiB free):"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -220,28 +221,56 @@ class DirectHome:
     def __init__(self, root: Path, config: Path) -> None:
         self.root = root
         self.config = config
-        self._n_started = 0
+        self._started: list[DirectRun] = []
 
-    def start(self, *arguments: str) -> DirectRun:
-        """Start `rlhf run` with these arguments."""
+    def __enter__(self) -> DirectHome:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what still runs, as Control-C does."""
+        for run in self._started:
+            if run.is_running:
+                run.process.send_signal(signal.SIGINT)
+                run.wait(120)
+
+    def start(self, *arguments: str, program: tuple[str, ...] = ("-m", "flows.cli")) -> DirectRun:
+        """Start `rlhf run` with these arguments.
+
+        Args:
+            program: the command line, where a fault is put into it first.
+        """
         environment = {**os.environ, "RLHF_HOME": str(self.root), "OMP_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "COLUMNS": "200"}
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             del environment[name]
-        self._n_started += 1
-        log = self.config.parent / f"run-{self._n_started}.log"
-        command = [sys.executable, "-m", "flows.cli", "run", str(self.config), *arguments]
+        log = self.config.parent / f"run-{len(self._started)}.log"
+        command = [sys.executable, *program, "run", str(self.config), *arguments]
         with log.open("wb") as output:
             process = subprocess.Popen(
                 command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
             )
-        return DirectRun(process, log)
+        run = DirectRun(process, log)
+        self._started.append(run)
+        return run
 
     def finished(self, *arguments: str) -> str:
         """Run to the end, which has to be a good one; return what was printed."""
         run = self.start(*arguments)
         assert run.wait() == 0, run.text()
         return run.text()
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte on a disk; return the file that holds them."""
+    file = disk / "filler"
+    with file.open("wb", buffering=0) as handle:
+        for size in (2**20, 2**12, 1):
+            try:
+                while True:
+                    handle.write(b"0" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return file
 
 
 def wait_for(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from conftest import SMALL_CHAIN
-from service_client import DirectHome, wait_for
+from service_client import DirectHome, DirectRun, fill, wait_for
 
 from tasks.config import STAGES, TrackingConfig
 from tasks.context import StageContext
@@ -44,19 +44,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield disk
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
-
-
-def fill(disk: Path) -> Path:
-    """Leave no byte on a disk; return the file that holds them."""
-    file = disk / "filler"
-    with file.open("wb", buffering=0) as handle:
-        for size in (2**20, 2**12, 1):
-            try:
-                while True:
-                    handle.write(b"0" * size)
-            except OSError as error:
-                assert error.errno == errno.ENOSPC
-    return file
 
 
 def _counts(workspace: Workspace) -> dict[str, int]:
@@ -146,30 +133,73 @@ def test_disk_that_fills_within_a_stage(
     assert registry.aliased(CHAMPION).version == 1
 
 
-@pytest.mark.endurance
-@pytest.mark.timeout(1800)
-def test_command_goes_on_when_space_is_freed(small_disk: Path, tmp_path: Path) -> None:
-    """Everything is on the full disk: artefacts, checkpoints, MLflow's and Prefect's databases."""
+# The command, with a disk that fills when the stage has begun to write its result.
+FILLS = """
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+import tasks.ingest
+from flows.cli import main
+from service_client import fill
+build = tasks.ingest.build_artifact
+@contextmanager
+def build_and_fill(parent, draft):
+    with build(parent, draft) as directory:
+        yield directory
+        (directory / "half").write_bytes(b"x")
+        fill(Path({disk!r}))
+        (directory / "more").write_bytes(b"x" * 2**20)
+tasks.ingest.build_artifact = build_and_fill
+main()
+"""
+
+
+@pytest.fixture
+def direct(small_disk: Path, tmp_path: Path) -> Iterator[DirectHome]:
+    """A workspace on the small disk, for commands: MLflow's and Prefect's databases are in it."""
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.format(small_chain=SMALL_CHAIN))
-    home = DirectHome(small_disk / "home", config)
-    home.finished("--only", "ingest")
-    process = home.start("--only", "sft")
-    checkpoints = home.root / "checkpoints" / "sft"
-    wait_for(lambda: any(checkpoints.glob("*/step-*")) or not process.is_running, 600, process.text)
-    assert process.is_running, process.text()
-    filler = fill(small_disk)
-    assert process.wait() == BAD_INPUT, process.text()
-    text = process.text()
+    with DirectHome(small_disk / "home", config) as home:
+        yield home
+
+
+def _check_refusal(home: DirectHome, run: DirectRun, stage: str) -> None:
+    """Check that a command ended with one message, and with nothing half-written."""
+    assert run.wait() == BAD_INPUT, run.text()
+    text = run.text()
     assert f"The disk under workspace {home.root} is full" in text
     assert "Traceback" not in text and "start the same run again" in text
-    assert [path for path in home.root.rglob(".tmp-*") if path.is_dir()] == []
-    assert not (home.root / "models" / "sft").exists() or not any(
-        (home.root / "models" / "sft").iterdir()
-    )
+    directory = Workspace(home.root).artifacts_dir(stage)
+    assert not directory.exists() or list(directory.iterdir()) == []
 
+
+@pytest.mark.slow
+def test_command_whose_databases_are_on_the_full_disk(direct: DirectHome, small_disk: Path) -> None:
+    faulty = ("-c", FILLS.format(disk=str(small_disk)))
+    _check_refusal(direct, direct.start("--only", "ingest", program=faulty), "ingest")
+    (small_disk / "filler").unlink()
+    direct.finished("--only", "ingest")
+    _check_runs(direct, "ingest")
+
+
+def _check_runs(home: DirectHome, stage: str) -> None:
+    """Check that the run on the full disk was ended, if only by the one after it."""
+    found = connect(TrackingConfig(), Workspace(home.root)).find_runs({"stage": stage})
+    second, first = found
+    assert first.status in ("FAILED", "KILLED") and first.tags["failure"]
+    assert second.status == "FINISHED"
+
+
+@pytest.mark.endurance
+@pytest.mark.timeout(1800)
+def test_training_goes_on_when_space_is_freed(direct: DirectHome, small_disk: Path) -> None:
+    direct.finished("--only", "ingest")
+    run = direct.start("--only", "sft")
+    checkpoints = direct.root / "checkpoints" / "sft"
+    wait_for(lambda: any(checkpoints.glob("*/step-*")) or not run.is_running, 600, run.text)
+    assert run.is_running, run.text()
+    filler = fill(small_disk)
+    _check_refusal(direct, run, "sft")
     filler.unlink()
-    home.finished("--only", "sft")
-    second, first = connect(TrackingConfig(), Workspace(home.root)).find_runs({"stage": "sft"})
-    assert (first.status, second.status) == ("KILLED", "FINISHED")
-    assert "continues from its checkpoint" in first.tags["failure"]
+    direct.finished("--only", "sft")
+    _check_runs(direct, "sft")
