@@ -263,7 +263,7 @@ class DirectHome:
 def fill(disk: Path) -> Path:
     """Leave no byte on a disk; return the file that holds them."""
     file = disk / "filler"
-    with file.open("wb", buffering=0) as handle:
+    with file.open("ab", buffering=0) as handle:
         for size in (2**20, 2**12, 1):
             try:
                 while True:

@@ -135,21 +135,23 @@ def test_disk_that_fills_within_a_stage(
 
 # The command, with a disk that fills when the stage has begun to write its result.
 FILLS = """
-import sys
 from contextlib import contextmanager
 from pathlib import Path
-import tasks.ingest
+import tasks.artifacts
 from flows.cli import main
 from service_client import fill
-build = tasks.ingest.build_artifact
+build = tasks.artifacts.build_artifact
 @contextmanager
 def build_and_fill(parent, draft):
-    with build(parent, draft) as directory:
-        yield directory
-        (directory / "half").write_bytes(b"x")
-        fill(Path({disk!r}))
-        (directory / "more").write_bytes(b"x" * 2**20)
-tasks.ingest.build_artifact = build_and_fill
+    try:
+        with build(parent, draft) as directory:
+            yield directory
+            (directory / "half").write_bytes(b"x" * 2**20)
+            fill(Path({disk!r}))
+            (directory / "more").write_bytes(b"x" * 2**20)
+    finally:
+        fill(Path({disk!r}))  # what was half-written has left room
+tasks.artifacts.build_artifact = build_and_fill
 main()
 """
 
