@@ -142,6 +142,8 @@ def _run_all(services: Services, lasting_cluster: Cluster) -> tuple[list[str], l
         flow_runs.append(services.run(CHAIN, cfg=_parameters(chain, lasting_cluster.address)))
         if chain == AT_ONCE[0]:
             continue  # the next one starts beside it
+        if chain == ON_LASTING_CLUSTER[0]:
+            wait_for(lambda: bool(_busy_workers()), 900)  # it does work there
         for flow_run in flow_runs[len(footprints) :]:
             services.completed(flow_run, 1800)
         wait_for(lambda: not psutil.Process(services.pid("worker")).children(), 60)
