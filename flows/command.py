@@ -53,7 +53,11 @@ def run(request: RunRequest) -> RunMonitor:
     workspace = Workspace.from_environment()
     workspace.prepare()
     prepare_environment(workspace, is_debug=request.is_debug)
-    with termination_as_interrupt(), monitored(_process_start()) as monitor:
+    with (
+        termination_as_interrupt(),
+        workspace.space_watched(),
+        monitored(_process_start()) as monitor,
+    ):
         server = start_prefect_api(workspace)
         # The server takes seconds to start; the inputs are checked in the meantime.
         _check(request, workspace, monitor)

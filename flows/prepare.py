@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,10 +78,17 @@ def exclusive(workspace: Workspace, prepared: Prepared) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            handle.seek(0)
+            holder = handle.read()
+            where = f"process {holder}" if holder else "another process"
             raise WorkspaceError(
-                f"Stage {prepared.stage} with this config is running in another process ({file})",
+                f"Stage {prepared.stage} with this config is running in {where} ({file})",
                 "one run at a time",
-                "wait for it, or end it",
+                "wait until it is done and start this run again, which reuses its result;"
+                " or end that process",
             ) from error
+        handle.truncate(0)
+        handle.write(str(os.getpid()))
+        handle.flush()
         # The kernel frees the lock with the process, so a killed run does not block the next one.
         yield

@@ -149,10 +149,11 @@ def stage_run(
             tracked(tracker, workspace, prepared, options) as context,
         ):
             run = StageRun(prepared, context)
-            with time_limit(stage, options.timeout_seconds):
-                yield run
-            link_result(tracker, run.artifact)
-            _promote(tracker, cfg, options, run.artifact, is_reused=False)
+            with workspace.space_watched():
+                with time_limit(stage, options.timeout_seconds):
+                    yield run
+                link_result(tracker, run.artifact)
+                _promote(tracker, cfg, options, run.artifact, is_reused=False)
     seconds = time.monotonic() - started_at
     _record(tracker, options, run, seconds, is_reused=reused is not None)
 

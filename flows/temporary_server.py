@@ -8,6 +8,7 @@ keeps its history in the workspace, and ends when its parent does.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import signal
 import socket
@@ -114,11 +115,21 @@ def _serve(port: int, parent_pid: int) -> None:
     """Run the server until it is told to end or the parent is gone."""
     import uvicorn
     from prefect.server.api.server import create_app
+    from prefect.settings import PREFECT_HOME
+
+    class OneStartAtATime(uvicorn.Server):
+        """Two servers that make the tables of one database at the same time fail."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            with (PREFECT_HOME.value() / "start.lock").open("a") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                await super().startup(sockets)
 
     threading.Thread(target=_follow_parent, args=(parent_pid,), daemon=True).start()
     # Prefect would also watch schedules and automations; one command has neither.
     app = create_app(ephemeral=True, final=True)
-    uvicorn.run(app, host=HOST, port=port, log_level="error", lifespan="on")
+    config = uvicorn.Config(app, host=HOST, port=port, log_level="error", lifespan="on")
+    OneStartAtATime(config).run()
 
 
 def _follow_parent(parent_pid: int) -> None:

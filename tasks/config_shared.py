@@ -26,7 +26,12 @@ class Section(BaseModel):
     """Base of every configuration model: frozen, strict about unknown keys."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        protected_namespaces=(),
+        allow_inf_nan=False,
+        # Without it a section's heading in Prefect's new UI is the name of its class.
+        field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),
     )
 
 

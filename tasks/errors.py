@@ -77,6 +77,10 @@ class WorkspaceError(RlhfError, OSError):
     __str__ = RlhfError.__str__
 
 
+class DiskFullError(WorkspaceError):
+    """A disk that filled up while a run was at work; finished artefacts and checkpoints stay."""
+
+
 class ClusterError(RlhfError, ConnectionError):
     """A Ray cluster, Prefect server or MLflow server that does not answer or lacks the resources
     asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import urllib.error
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import TypeVar
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -106,6 +108,25 @@ def translated(uri: str) -> Iterator[None]:
             "a readable and writable database of this MLflow version",
             "free space, correct its permissions, or choose another RLHF_HOME",
         ) from error
+
+
+@contextmanager
+def tables_locked(uri: str) -> Iterator[None]:
+    """Let one program at a time open an embedded database: two that make its tables at once fail.
+
+    Servers see to their databases themselves.
+    """
+    if not uri.startswith("sqlite:///"):
+        yield
+        return
+    database = Path(uri.removeprefix("sqlite:///"))
+    if not os.access(database.parent, os.W_OK):
+        # No tables are made here; MLflow says what is wrong with the place.
+        yield
+        return
+    with database.with_name(f"{database.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def known_or_none(read: Callable[..., T], *names: str) -> T | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 # First, because MLflow reads the environment when it is imported.
-from tasks.mlflow_client import check_server, check_uri, known_or_none, quieten
+from tasks.mlflow_client import check_server, check_uri, known_or_none, quieten, tables_locked
 from tasks.mlflow_client import client_of as _client
 from tasks.mlflow_client import quoted as _quoted
 from tasks.mlflow_client import translated as _translated
@@ -93,7 +93,7 @@ def connect(config: TrackingConfig, workspace: Workspace) -> Tracker:
     check_uri(uri)
     if uri.startswith("http"):
         check_server(uri)
-    with _translated(uri):
+    with _translated(uri), tables_locked(uri):
         experiment_id = _experiment_id(uri, config.experiment, workspace)
     return Tracker(uri, config.experiment, experiment_id)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.errors import WorkspaceError
+from tasks.errors import ClusterError, DiskFullError, RlhfError, WorkspaceError
 
 HOME_VARIABLE = "RLHF_HOME"
 TRACKING_VARIABLE = "RLHF_TRACKING_URI"
 DEFAULT_HOME = "var"
 MIN_FREE_BYTES = 512 * 2**20
 FULL_BYTES = 2**20
+_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+# Libraries, databases and other processes keep the text of the system's error, not its number.
+_FULL_TEXTS = ("no space left on device", "disk is full", "os error 28", "disk quota exceeded")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,33 @@ class Workspace:
         """Whether the disk under the root has less than `FULL_BYTES` left."""
         return self.root.exists() and shutil.disk_usage(self.root).free < FULL_BYTES
 
+    @contextmanager
+    def space_watched(self) -> Iterator[None]:
+        """Tell what fails in the block for want of space as one error with a way out.
+
+        Raises:
+            DiskFullError: instead of whatever it was, here or in a worker.
+        """
+        try:
+            yield
+        except DiskFullError:
+            raise
+        except Exception as error:
+            reason = next(filter(None, map(_lack_of_space, _chain(error))), None)
+            free = shutil.disk_usage(self.root).free
+            # A server that says so may have another disk.
+            is_elsewhere = isinstance(error, ClusterError) and free >= MIN_FREE_BYTES
+            is_explained = isinstance(error, RlhfError) or free >= FULL_BYTES
+            if is_elsewhere or (reason is None and is_explained):
+                raise
+            raise DiskFullError(
+                f"The disk under workspace {self.root} is full ({free / 2**20:.0f} MiB free):"
+                f" {reason or error}",
+                f"{MIN_FREE_BYTES / 2**20:.0f} MiB free to start, and room for what is made",
+                "free space and start the same run again, which continues where this one stopped;"
+                f" or choose another {HOME_VARIABLE}",
+            ) from error
+
     def prepare(self) -> None:
         """Create the root and prove that it can be written.
 
@@ -101,3 +134,24 @@ class Workspace:
                 f"{MIN_FREE_BYTES / 2**20:.0f} MiB free",
                 fix,
             )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and what led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _lack_of_space(error: BaseException) -> str | None:
+    """Return what an error says of a full disk; None when it is about something else."""
+    if isinstance(error, RlhfError):
+        lines = [error.found]
+    else:
+        lines = str(error).splitlines() or [repr(error)]
+    said = [line.strip() for line in lines if any(text in line.lower() for text in _FULL_TEXTS)]
+    if said:
+        return said[-1]
+    return lines[0] if isinstance(error, OSError) and error.errno in _FULL_ERRORS else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -33,11 +34,13 @@ class Services:
     Args:
         home: the workspace.
         config: what is deployed.
+        project: the checkout that runs.
     """
 
-    def __init__(self, home: Path, config: Path) -> None:
+    def __init__(self, home: Path, config: Path, project: Path = ROOT) -> None:
         self.home = home
         self.config = config
+        self.project = project
         self.prefect_port, self.mlflow_port = free_port(), free_port()
         self.api = f"http://127.0.0.1:{self.prefect_port}/api"
         self.mlflow = f"http://127.0.0.1:{self.mlflow_port}"
@@ -45,14 +48,14 @@ class Services:
     def rlhf(self, *arguments: str, code: int | None = 0) -> str:
         """Run a command and return what it prints, errors included."""
         environment = {**os.environ, "RLHF_HOME": str(self.home), "OMP_NUM_THREADS": "1"}
-        environment |= {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        environment |= {"PYTHONPATH": str(self.project), "COLUMNS": "200"}
         # What the tests' own server is configured with is not for these.
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             del environment[name]
         done = subprocess.run(
             [sys.executable, "-m", "flows.cli", *arguments],
             env=environment,
-            cwd=ROOT,
+            cwd=self.project,
             capture_output=True,
             text=True,
             timeout=300,
@@ -184,6 +187,90 @@ class Services:
         handle = psutil.Process(process)
         os.kill(process, signal.SIGKILL)
         psutil.wait_procs([handle], timeout=20)
+
+
+class DirectRun:
+    """A command that runs."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process = process
+        self.log = log
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def text(self) -> str:
+        """Return what it has printed, errors included."""
+        return self.log.read_text()
+
+    def wait(self, timeout_seconds: float = 900) -> int:
+        """Wait for its end; return its exit code."""
+        return self.process.wait(timeout_seconds)
+
+
+class DirectHome:
+    """One workspace without services, in which `rlhf run` does everything.
+
+    Args:
+        root: the workspace.
+        config: what is run.
+    """
+
+    def __init__(self, root: Path, config: Path) -> None:
+        self.root = root
+        self.config = config
+        self._started: list[DirectRun] = []
+
+    def __enter__(self) -> DirectHome:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End what still runs, as Control-C does."""
+        for run in self._started:
+            if run.is_running:
+                run.process.send_signal(signal.SIGINT)
+                run.wait(120)
+
+    def start(self, *arguments: str, program: tuple[str, ...] = ("-m", "flows.cli")) -> DirectRun:
+        """Start `rlhf run` with these arguments.
+
+        Args:
+            program: the command line, where a fault is put into it first.
+        """
+        environment = {**os.environ, "RLHF_HOME": str(self.root), "OMP_NUM_THREADS": "1"}
+        environment |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "COLUMNS": "200"}
+        for name in [name for name in environment if name.startswith("PREFECT_")]:
+            del environment[name]
+        log = self.config.parent / f"run-{len(self._started)}.log"
+        command = [sys.executable, *program, "run", str(self.config), *arguments]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+            )
+        run = DirectRun(process, log)
+        self._started.append(run)
+        return run
+
+    def finished(self, *arguments: str) -> str:
+        """Run to the end, which has to be a good one; return what was printed."""
+        run = self.start(*arguments)
+        assert run.wait() == 0, run.text()
+        return run.text()
+
+
+def fill(disk: Path) -> Path:
+    """Leave no byte on a disk; return the file that holds them."""
+    file = disk / "filler"
+    with file.open("ab", buffering=0) as handle:
+        for size in (2**20, 2**12, 1):
+            try:
+                while True:
+                    handle.write(b"0" * size)
+            except OSError as error:
+                assert error.errno == errno.ENOSPC
+    return file
 
 
 def wait_for(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from browser import NEEDS_CHROMIUM, browser
 
 from tasks.data.eval_page import render_page
 from tasks.data.pairwise import PairJudgment
@@ -136,8 +135,6 @@ def test_picture_is_in_the_page(tmp_path: Path) -> None:
     assert images == [{"alt": "bars", "src": "data:image/png;base64,iVBORw=="}]
 
 
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next((found for name in _BROWSERS if (found := shutil.which(name))), None)
 _PRESSES = """
 <script>
 const press = (key) => document.dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true}));
@@ -152,20 +149,14 @@ addEventListener("load", () => {
 """
 
 
-NEEDS_CHROMIUM = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium on this machine (apt install chromium)"
-)
-
-
 def _open(page: str, folder: Path) -> _Page:
     """Return the document after its scripts have run."""
-    assert CHROMIUM is not None
     file = folder / "report.html"
     file.write_text(page, encoding="utf-8")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={folder / 'profile'}", file.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return _Page(done.stdout)
+    with browser(folder / "profile") as tab:
+        tab.open(file.as_uri())
+        tab.wait_for("document.body.dataset.ready")
+        return _Page(tab.html)
 
 
 def _body(page: _Page) -> dict[str, str | None]:

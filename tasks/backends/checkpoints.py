@@ -63,13 +63,18 @@ class CheckpointStore:
         final = self.directory / f"{_PREFIX}{step:08d}"
         temporary = self.directory / f".tmp-{final.name}"
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for role in roles:
-            session.save(role, temporary / role)
-        with (temporary / _STATE_FILE).open("wb") as handle:
-            torch.save(state, handle)
-            handle.flush()
-            os.fsync(handle.fileno())
+        try:
+            temporary.mkdir(parents=True)
+            for role in roles:
+                session.save(role, temporary / role)
+            with (temporary / _STATE_FILE).open("wb") as handle:
+                torch.save(state, handle)
+                handle.flush()
+                os.fsync(handle.fileno())
+        except BaseException:
+            # On a full disk it would hold the space that everything else lacks.
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
         shutil.rmtree(final, ignore_errors=True)
         temporary.rename(final)
         self._point({**(pointers or {}), "last": step})
