@@ -121,6 +121,7 @@ def _serve(port: int, parent_pid: int) -> None:
         """Two servers that make the tables of one database at the same time fail."""
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            PREFECT_HOME.value().mkdir(parents=True, exist_ok=True)
             with (PREFECT_HOME.value() / "start.lock").open("a") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 await super().startup(sockets)
