@@ -244,10 +244,13 @@ def link_result(tracker: Tracker, artifact: Artifact) -> None:
 def _register(tracker: Tracker, student: StudentAdapter, model_id: str) -> None:
     """Make a student the candidate, unless it is a repeat, a trial, or registered already."""
     run_id = str(student.manifest.mlflow_run_id)
-    if tracker.is_for_reproductions or TRIAL in tracker.read_run(run_id).tags:
-        return
+    if not tracker.is_for_reproductions and TRIAL not in tracker.read_run(run_id).tags:
+        _register_once(tracker, student, model_id)
+
+
+def _register_once(tracker: Tracker, student: StudentAdapter, model_id: str) -> None:
     registry = Registry(tracker)
-    if registry.of_run(run_id) is None:
+    if registry.of_run(str(student.manifest.mlflow_run_id)) is None:
         registry.register(model_id, student)
 
 
@@ -264,15 +267,20 @@ def settle(tracker: Tracker, artifact: Artifact, *, is_trial: bool) -> bool:
         run = tracker.read_run(run_id)
     except MissingInputError:
         return False
-    is_adopted = TRIAL in run.tags and not is_trial
-    if is_adopted:
-        tracker.drop_tag(run_id, TRIAL)
     if run.status == "RUNNING":
         link_result(tracker, artifact)
         tracker.finish(run_id, "FINISHED")
-    elif is_adopted and isinstance(artifact, StudentAdapter):
-        _register(tracker, artifact, run.tags["model.id"])
+    if TRIAL in run.tags and not is_trial:
+        _adopt(tracker, artifact, run_id)
     return True
+
+
+def _adopt(tracker: Tracker, artifact: Artifact, run_id: str) -> None:
+    """Make a trial a run like others."""
+    if isinstance(artifact, StudentAdapter) and not tracker.is_for_reproductions:
+        _register_once(tracker, artifact, tracker.read_run(run_id).tags["model.id"])
+    # Last, so that whoever is stopped before does all of it again.
+    tracker.drop_tag(run_id, TRIAL)
 
 
 def record_outcome(tracker: Tracker, run_id: str, stage: Stage, outcome: StageOutcome) -> None:

@@ -212,7 +212,8 @@ def check_gpus(runtime: RuntimeConfig, groups: int, n_gpus: int) -> None:
     fix = "lower runtime.ranks, set runtime.ray_address, or runtime.device=cpu"
     if groups > 1:
         ranks = f"{groups} groups of {ranks} (runtime.placement=separate)"
-        fix = f"set runtime.placement=colocated, {fix}"
+        if runtime.ranks <= n_gpus:
+            fix = f"set runtime.placement=colocated, {fix}"
     raise ClusterError(
         f"{n_gpus} GPUs on this machine", f"{runtime.ranks * groups} for {ranks}", fix
     )

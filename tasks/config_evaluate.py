@@ -21,7 +21,13 @@ from tasks.config_shared import (
 CHAIN_MODELS = ("base", "policy", "student")
 PAIR_FILE: Final = "pair"
 _LONGEST_NAME_BYTES: Final = 200
-_SET_BY_THE_STAGE: Final = frozenset({"--host", "--port", "--model", "--served-model-name"})
+_SET_BY_THE_STAGE: Final = frozenset(
+    {
+        *("--model", "--served-model-name", "--generation-config", "--config"),
+        *("--host", "--port", "--uds", "--root-path"),
+        *("--api-key", "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs"),
+    }
+)
 
 
 def checked_address(value: str) -> str:
@@ -118,7 +124,9 @@ class VllmConfig(Section):
         given = {argument.split("=")[0].replace("_", "-") for argument in value}
         taken = sorted(given & _SET_BY_THE_STAGE)
         if taken:
-            raise ValueError(f"{taken} are set by the stage; leave them out")
+            raise ValueError(
+                f"{taken} would change how the stage reaches the server or samples; leave them out"
+            )
         return value
 
 

@@ -233,8 +233,9 @@ def _answerer(
         yield EndpointAnswerer(served_by, cfg.generation, count)
     elif cfg.answers.backend == "vllm":
         log_path = ctx.checkpoint_dir / f"vllm-{name}.log"
-        with served(cfg.answers.vllm, models[name], name, log_path) as address:
-            served_by = ChatEndpoint(cfg.answers.endpoint_at(address, name), usage)
+        with served(cfg.answers.vllm, models[name], name, log_path) as server:
+            endpoint = cfg.answers.endpoint_at(server.address, name)
+            served_by = ChatEndpoint(endpoint, usage, server.failure)
             yield EndpointAnswerer(served_by, cfg.generation, count)
     else:
         speaker = Speaker(models[name], asked.renderer, cfg.runtime)

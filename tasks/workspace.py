@@ -100,13 +100,24 @@ class Workspace:
             is_explained = isinstance(error, RlhfError) or free >= FULL_BYTES
             if is_elsewhere or (reason is None and is_explained):
                 raise
-            raise DiskFullError(
-                f"The disk under workspace {self.root} is full ({free / 2**20:.0f} MiB free):"
-                f" {reason or error}",
-                f"{MIN_FREE_BYTES / 2**20:.0f} MiB free to start, and room for what is made",
-                "free space and start the same run again, which continues where this one stopped;"
-                f" or choose another {HOME_VARIABLE}",
-            ) from error
+            raise self._full(str(reason or error), free) from error
+
+    def _full(self, reason: str, free: int) -> DiskFullError:
+        left = f"{free / 2**20:.0f} MiB free"
+        again = "start the same run again, which continues where this one stopped"
+        if free >= MIN_FREE_BYTES:
+            return DiskFullError(
+                f"No space is left for what the run wrote, and the disk under workspace "
+                f"{self.root} has {left}: {reason}",
+                "room on every disk that the run writes to",
+                f"free the one that the reason names (/dev/shm and /tmp/ray are Ray's, TMPDIR may "
+                f"be another), or raise its limit or your quota, and {again}",
+            )
+        return DiskFullError(
+            f"The disk under workspace {self.root} is full ({left}): {reason}",
+            f"{MIN_FREE_BYTES / 2**20:.0f} MiB free to start, and room for what is made",
+            f"free space and {again}; or choose another {HOME_VARIABLE}",
+        )
 
     def prepare(self) -> None:
         """Create the root and prove that it can be written.

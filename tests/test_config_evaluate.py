@@ -47,7 +47,7 @@ SERVED = {"base": "b", "policy": "p", "student": "s"}
         ({"answers": {"vllm": {"command": []}}}, "names no program"),
         (
             {"answers": {"vllm": {"arguments": ["--port=1", "--served_model_name", "x"]}}},
-            r"\['--port', '--served-model-name'\] are set by the stage",
+            r"\['--port', '--served-model-name'\] would change how the stage",
         ),
         ({"judging": {"endpoint": {"api_key_env": ""}}}, "names no variable; null is for"),
         ({"answers": {"endpoint": {"api_key_env": " "}}}, "names no variable; null is for"),

@@ -1,14 +1,16 @@
 """A program with the command line of `vllm serve`, for machines that vLLM does not run on.
 
 It serves one model directory over HTTP: chat template, greedy decoding by transformers, and the
-answers of a server that has ended, hangs or leaves a process behind. Arguments of its own:
-``--ends``, ``--hangs``, ``--leaves-a-process PIDFILE``.
+answers of a server that ends, hangs or leaves a process behind. Arguments of its own: ``--ends``,
+``--ends-when-asked``, ``--hangs``, ``--leaves-a-process PIDFILE``, ``--writes-environment FILE``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -46,14 +48,17 @@ class Model:
         return tokenizer.decode(said, skip_special_tokens=True), reason
 
 
-def handler(model: Model, name: str) -> type[BaseHTTPRequestHandler]:
+def handler(model: Model, name: str, *, ends_when_asked: bool) -> type[BaseHTTPRequestHandler]:
     """Return the handler of requests for a model under a name."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._reply(200, {"served": name, "directory": model.directory})
+            self._reply(200, {"data": [{"id": name, "root": model.directory}]})
 
         def do_POST(self) -> None:
+            if ends_when_asked:
+                print("CUDA error: out of memory", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             if asked["model"] != name:
                 self._reply(404, {"error": f"The model {asked['model']} does not exist"})
@@ -82,7 +87,9 @@ def main() -> None:
     parser.add_argument("--served-model-name", required=True)
     parser.add_argument("--generation-config", choices=["vllm"], required=True)
     parser.add_argument("--ends", action="store_true")
+    parser.add_argument("--ends-when-asked", action="store_true")
     parser.add_argument("--hangs", action="store_true")
+    parser.add_argument("--writes-environment", type=Path)
     parser.add_argument("--leaves-a-process", type=Path)
     arguments = parser.parse_args()
     if arguments.ends:
@@ -92,7 +99,13 @@ def main() -> None:
     if arguments.leaves_a_process:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         arguments.leaves_a_process.write_text(str(child.pid))
-    served = handler(Model(arguments.model), arguments.served_model_name)
+    if arguments.writes_environment:
+        arguments.writes_environment.write_text(json.dumps(dict(os.environ)))
+    served = handler(
+        Model(arguments.model),
+        arguments.served_model_name,
+        ends_when_asked=arguments.ends_when_asked,
+    )
     HTTPServer((arguments.host, arguments.port), served).serve_forever()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -111,13 +111,20 @@ class ChatEndpoint:
 
     Args:
         used: what earlier runs spent of the budget.
+        failure: says why the server is gone for good, None while it is not.
 
     Raises:
         ConfigError: the environment has no key, or one that no header can carry.
     """
 
-    def __init__(self, cfg: EndpointConfig, used: Usage | None = None) -> None:
+    def __init__(
+        self,
+        cfg: EndpointConfig,
+        used: Usage | None = None,
+        failure: Callable[[], RlhfError | None] = lambda: None,
+    ) -> None:
         self.cfg = cfg
+        self._failure = failure
         self.usage = used or Usage()
         self.stopped: RlhfError | None = None
         self._key = read_key(cfg.api_key_env)
@@ -238,6 +245,7 @@ class ChatEndpoint:
         except TimeoutError:
             return _Attempt("retry", reason=f"no whole reply in {self.cfg.timeout_seconds:g} s")
         except httpx.RequestError as error:
+            self.stopped = self.stopped or self._failure()
             # Its text may hold the address, never the headers.
             return _Attempt("retry", reason=f"{type(error).__name__} {error}".strip())
         if status == httpx.codes.OK:

@@ -21,6 +21,10 @@ _OBJECT_STORE_BYTES = 512 * 2**20
 PLATFORM_MODULE = "tasks.backends.verl_platform"
 
 
+# Of variables that `enter_worker_environment` set: the value before, None = there was none.
+_FOUND: dict[str, str | None] = {}
+
+
 def worker_environment(device: Literal["cpu", "cuda"]) -> dict[str, str]:
     """Return the environment that verl processes need, here and on every node."""
     environment = {
@@ -43,6 +47,23 @@ def worker_environment(device: Literal["cpu", "cuda"]) -> dict[str, str]:
             "MALLOC_MMAP_THRESHOLD_": str(4 * 2**30),
             "MALLOC_TRIM_THRESHOLD_": str(16 * 2**30),
         }
+    return environment
+
+
+def enter_worker_environment(device: Literal["cpu", "cuda"]) -> None:
+    """Set in this process what verl needs, and remember what was there."""
+    for name, value in worker_environment(device).items():
+        _FOUND.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+
+def outer_environment() -> dict[str, str]:
+    """Return the environment as this process found it, for programs that are no workers."""
+    environment = dict(os.environ)
+    for name, value in _FOUND.items():
+        environment.pop(name, None)
+        if value is not None:
+            environment[name] = value
     return environment
 
 

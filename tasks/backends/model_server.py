@@ -6,6 +6,7 @@ HTTP. `process_keeper` stands between, so that no server outlives the stage, how
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -16,9 +17,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tasks.backends.cluster import outer_environment
 from tasks.config_evaluate import VllmConfig
 from tasks.errors import ClusterError, ConfigError
 
@@ -26,6 +29,10 @@ HOST: Final = "127.0.0.1"
 _KEEPER: Final = Path(__file__).with_name("process_keeper.py")
 _POLL_SECONDS: Final = 0.2
 _ANSWER_SECONDS: Final = 5.0
+# The keeper asks for 20 s and then no more.
+_STOP_SECONDS: Final = 60.0
+# Of a shell's status: a signal's number is added to it.
+_SIGNALLED: Final = 128
 _SHOWN_LINES: Final = 5
 # Nothing is to be told to anybody outside.
 _ENVIRONMENT: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -65,9 +72,29 @@ def server_command(cfg: VllmConfig, model_dir: Path, name: str, port: int) -> li
     ]
 
 
+@dataclass(frozen=True)
+class ModelServer:
+    """A server that is up.
+
+    Args:
+        address: up to ``/v1``.
+        keeper: process that ends when the server does.
+    """
+
+    address: str
+    keeper: subprocess.Popen[bytes]
+    log_path: Path
+
+    def failure(self) -> ClusterError | None:
+        """Return why it has ended, or None while it runs."""
+        if self.keeper.poll() is None:
+            return None
+        return _failure(_ending(self.keeper.returncode), self.address, self.log_path)
+
+
 @contextmanager
-def served(cfg: VllmConfig, model_dir: Path, name: str, log_path: Path) -> Iterator[str]:
-    """Serve a model for the block; yields the address up to ``/v1``.
+def served(cfg: VllmConfig, model_dir: Path, name: str, log_path: Path) -> Iterator[ModelServer]:
+    """Serve a model for the block.
 
     Args:
         log_path: gets what the server prints.
@@ -85,40 +112,69 @@ def served(cfg: VllmConfig, model_dir: Path, name: str, log_path: Path) -> Itera
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | _ENVIRONMENT,
+            env=_environment(),
             # Control-C is for the stage; the server ends with it.
             start_new_session=True,
         )
+    server = ModelServer(f"http://{HOST}:{port}/v1", keeper, log_path)
     try:
-        _wait_ready(keeper, f"http://{HOST}:{port}/health", cfg.start_seconds, log_path)
-        yield f"http://{HOST}:{port}/v1"
+        _wait_ready(server, name, cfg.start_seconds)
+        yield server
     finally:
         assert keeper.stdin is not None, "it was asked for"
         keeper.stdin.close()
-        keeper.wait()
+        try:
+            keeper.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            keeper.kill()
+            keeper.wait()
 
 
-def _wait_ready(keeper: subprocess.Popen[bytes], url: str, seconds: float, log_path: Path) -> None:
+def _environment() -> dict[str, str]:
+    """Return this process's own environment, without what is for its Python and its workers.
+
+    Workers on CPUs see no GPU. A key would make the server refuse the stage.
+    """
+    found = outer_environment()
+    for name in ("PYTHONPATH", "PYTHONHOME", "VLLM_API_KEY"):
+        found.pop(name, None)
+    return found | _ENVIRONMENT
+
+
+def _wait_ready(server: ModelServer, name: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     # No proxy leads to this machine.
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    found = f"was not ready in {seconds:g} s"
     while time.monotonic() < deadline:
-        if keeper.poll() is not None:
-            found = f"ended with status {keeper.returncode}"
-            break
+        failure = server.failure()
+        if failure is not None:
+            raise failure
         try:
-            with direct.open(url, timeout=_ANSWER_SECONDS):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(_POLL_SECONDS)
+            with direct.open(f"{server.address}/models", timeout=_ANSWER_SECONDS) as reply:
+                # Another program may have taken the port.
+                if name in {model["id"] for model in json.load(reply)["data"]}:
+                    return
+        except (urllib.error.URLError, OSError, ValueError, LookupError, TypeError):
+            pass
+        time.sleep(_POLL_SECONDS)
+    raise _failure(f"was not ready in {seconds:g} s", server.address, server.log_path)
+
+
+def _ending(status: int) -> str:
+    if status > _SIGNALLED:
+        return f"was ended by signal {status - _SIGNALLED}"
+    return f"ended with status {status}"
+
+
+def _failure(found: str, address: str, log_path: Path) -> ClusterError:
     lines = log_path.read_text(errors="replace").strip().splitlines()
     said = " | ".join(lines[-_SHOWN_LINES:]) or "nothing"
-    raise ClusterError(
+    return ClusterError(
         f"The server of evaluate.answers.vllm {found}; it said last: {said}",
-        f"an answer at {url}",
+        f"a server at {address} until all is answered",
         f"read {log_path}; too little GPU memory: lower --gpu-memory-utilization or "
-        "--max-model-len in evaluate.answers.vllm.arguments",
+        "--max-model-len in evaluate.answers.vllm.arguments; then run again: what was answered "
+        "is not asked again",
     )
 
 

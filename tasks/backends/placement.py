@@ -245,7 +245,7 @@ def _too_small(host: HostSpec, nodes: Sequence[Node], after_loss: bool) -> Clust
     fix = f"set runtime.nodes: {len(other[0])}" if other else f"lower runtime.ranks to {fit}"
     if not other and not fit:
         fix = "set runtime.ray_address to another cluster"
-    if groups > 1:
+    if groups > 1 and group_layouts(places, host.ranks, [host.nodes], 1) is not None:
         fix = f"set runtime.placement: colocated, or {fix}"
     return ClusterError(
         listed, _wanted(host), f"{fix} (the same in all stages), or add nodes and start again"

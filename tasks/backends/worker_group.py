@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +27,7 @@ def start_groups(host: HostSpec, *, after_loss: bool = False) -> list[Any]:
         ClusterError: the nodes cannot hold the ranks.
         WorkerLostError: a node died meanwhile.
     """
-    os.environ.update(cluster.worker_environment(host.device))
+    cluster.enter_worker_environment(host.device)
     if host.device == "cpu":
         # Registers the platform even where verl was imported before the environment was set.
         importlib.import_module(cluster.PLATFORM_MODULE)

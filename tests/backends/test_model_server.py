@@ -15,9 +15,13 @@ import psutil
 import pytest
 
 from flows.evaluate_inputs import check_evaluation
+from tasks.backends import cluster
+from tasks.backends.answering import Asked, EndpointAnswerer
+from tasks.backends.chat_endpoint import ChatEndpoint
 from tasks.backends.model_server import served, server_command
-from tasks.config import EvaluateConfig
+from tasks.config import AnswersConfig, EvaluateConfig, GenerationConfig
 from tasks.config_evaluate import VllmConfig
+from tasks.data.hh import Message
 from tasks.errors import ClusterError, ConfigError
 from tasks.workspace import Workspace
 
@@ -60,13 +64,63 @@ def test_command_is_that_of_vllm_serve() -> None:
 def test_server_and_what_it_started_are_gone_after_the_block(tmp_path: Path) -> None:
     left = tmp_path / "pid"
     cfg = _config("--leaves-a-process", str(left))
-    with served(cfg, tmp_path, "policy", tmp_path / "log") as address:
-        assert address.startswith("http://127.0.0.1:") and address.endswith("/v1")
-        with urllib.request.urlopen(f"{address}/models") as reply:
-            assert json.load(reply) == {"served": "policy", "directory": str(tmp_path)}
+    with served(cfg, tmp_path, "policy", tmp_path / "log") as server:
+        assert server.address.startswith("http://127.0.0.1:") and server.failure() is None
+        with urllib.request.urlopen(f"{server.address}/models") as reply:
+            assert json.load(reply) == {"data": [{"id": "policy", "root": str(tmp_path)}]}
+        assert psutil.pid_exists(int(left.read_text()))
     _wait_gone(int(left.read_text()))
     with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{address}/models")
+        urllib.request.urlopen(f"{server.address}/models")
+
+
+def test_server_sees_the_gpus_that_workers_on_cpus_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "_FOUND", {})
+    for name in cluster.worker_environment("cpu"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.delenv("VERL_PLATFORM")
+    monkeypatch.setenv("VLLM_API_KEY", "sk-other")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    for _ in range(2):
+        cluster.enter_worker_environment("cpu")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    written = tmp_path / "environment.json"
+    cfg = _config("--writes-environment", str(written))
+    with served(cfg, tmp_path, "policy", tmp_path / "log"):
+        seen = json.loads(written.read_text())
+    assert seen["CUDA_VISIBLE_DEVICES"] == "3" and seen["VLLM_NO_USAGE_STATS"] == "1"
+    assert not {"VERL_PLATFORM", "VLLM_API_KEY", "PYTHONPATH"} & seen.keys()
+
+
+def test_server_that_ends_among_the_answers_is_named_with_its_last_words(tmp_path: Path) -> None:
+    cfg = AnswersConfig(vllm=_config("--ends-when-asked"))
+    log_path = tmp_path / "log"
+    with (
+        pytest.raises(
+            ClusterError, match=r"vllm was ended by signal 9; it said last: .*CUDA error: out of"
+        ),
+        served(cfg.vllm, tmp_path, "policy", log_path) as server,
+    ):
+        endpoint = ChatEndpoint(cfg.endpoint_at(server.address, "policy"), failure=server.failure)
+        answerer = EndpointAnswerer(endpoint, GenerationConfig())
+        prompts = [Asked(i, (Message("user", "Hello"),), 0.0) for i in range(40)]
+        answerer.answer(prompts, 0, lambda asked, said: None)
+    # The first requests at most: nobody waits for the retries of all forty.
+    assert endpoint.usage.requests < 40
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_server_ends_with_its_keeper(tmp_path: Path, number: int) -> None:
+    with served(_config(), tmp_path, "policy", tmp_path / "log") as server:
+        (found,) = psutil.Process(server.keeper.pid).children()
+        assert STAND_IN in found.cmdline()
+        os.kill(server.keeper.pid, number)
+        _wait_gone(found.pid)
+        server.keeper.wait(30)
+        assert server.failure() is not None
 
 
 def test_server_ends_when_the_stage_is_killed(tmp_path: Path) -> None:

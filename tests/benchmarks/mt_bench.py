@@ -14,6 +14,7 @@ first two in FastChat's format. A second call goes on with what is missing there
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import socket
@@ -198,11 +199,13 @@ def served(python: Path, model_dir: Path, threads: int, log: Path) -> Iterator[s
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + _START_SECONDS
+    # No proxy leads to this machine.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while time.monotonic() < deadline:
         if process.poll() is not None:
             break
         try:
-            with urllib.request.urlopen(url, timeout=5):
+            with direct.open(url, timeout=5):
                 return
         except (urllib.error.URLError, TimeoutError):
             time.sleep(0.5)
@@ -252,15 +255,20 @@ def main() -> None:
     """Answer, judge, print and write."""
     arguments = parse_arguments()
     workspace = Workspace.from_environment()
-    output = arguments.output or workspace.root / "bench-mt-bench"
-    output.mkdir(parents=True, exist_ok=True)
     workspace.cache_dir.mkdir(parents=True, exist_ok=True)
+    model = resolve_model(arguments.model, cache_dir=workspace.cache_dir)
+    questions = read_questions(arguments.questions)[: arguments.max_questions]
+    # What is there is gone on with, so other settings are another directory.
+    settings = [model.fingerprint, *(q.turns for q in questions), arguments.max_new_tokens]
+    key = hashlib.sha256(json.dumps([*settings, arguments.batch_size]).encode()).hexdigest()[:12]
+    output = (arguments.output or workspace.root / "bench-mt-bench") / key
+    output.mkdir(parents=True, exist_ok=True)
     console = Console(width=120)
     if machine.is_busy():
         console.print("[yellow]Something else is running here: expect noise.[/]")
     bench = Bench(
-        resolve_model(arguments.model, cache_dir=workspace.cache_dir).path,
-        read_questions(arguments.questions)[: arguments.max_questions],
+        model.path,
+        questions,
         output,
         arguments.threads,
         arguments.max_new_tokens,
