@@ -37,7 +37,9 @@ def write_whole(path: Path, text: str) -> None:
             raise
     except OSError as error:
         raise WorkspaceError(
-            f"{path} cannot be written: {error.strerror}", "a writable workspace", "free space"
+            f"{path} cannot be written: {error.strerror or error}",
+            "a writable workspace with room",
+            "free space, or make its directory writable",
         ) from error
 
 
