@@ -104,7 +104,8 @@ def _kill_when(is_time: Callable[[], bool], home: Path, upstream: list[str], log
 
 def _parts(home: Path) -> dict[str, int]:
     """Return when each file of labels was written, by name."""
-    files = (home / "cache" / "teacher").glob("*/*.parquet")
+    # A part that was being written has another name.
+    files = (home / "cache" / "teacher").glob("*/[0-9]*.parquet")
     return {file.name: file.stat().st_mtime_ns for file in files}
 
 

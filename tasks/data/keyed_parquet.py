@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -14,6 +16,7 @@ import pyarrow.parquet as pq
 from tasks.errors import ArtifactError
 
 _KEY_FIELD: Final = b"rlhf.key"
+_ABANDONED_SECONDS: Final = 3600.0
 
 
 def write_keyed(path: Path, table: pa.Table, key: str, metadata: Mapping[bytes, bytes]) -> None:
@@ -32,6 +35,11 @@ def write_keyed(path: Path, table: pa.Table, key: str, metadata: Mapping[bytes, 
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)
+    for other in path.parent.glob(f".tmp-*-{path.name}"):
+        # A run that was killed left it; one that is at work needs seconds.
+        with suppress(FileNotFoundError):
+            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
+                other.unlink()
 
 
 def read_keyed(path: Path, key: str) -> tuple[pa.Table, Mapping[bytes, bytes]]:
