@@ -18,7 +18,7 @@ from browser import NEEDS_CHROMIUM, browser
 from conftest import SMALL_CHAIN
 from service_client import ROOT, Services, wait_for
 
-pytestmark = [pytest.mark.long, NEEDS_CHROMIUM]
+pytestmark = [pytest.mark.endurance, NEEDS_CHROMIUM]
 FORM_SIZE = (1400, 2800)
 PAIRS = {"v1": "130", "v2": "140"}
 
