@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ from tasks.quarantine import Action, QuarantineReason, default_actions
 # Below this a process takes longer to start than the rows take to parse.
 _SMALL_SOURCE_BYTES: Final = 2 * 2**20
 _MOST_WORKERS: Final = 16
+_SCRATCH: Final = "spill-"
 # How much of the work parsing is, for the progress bar.
 _PARSING_SHARE: Final = 0.7
 _SECONDS_BETWEEN_REPORTS: Final = 0.2
@@ -176,12 +178,18 @@ def _scratch_dir(ctx: StageContext) -> Iterator[Path]:
     """Yield an empty directory; what a killed run left of this dataset is removed first."""
     for stale in ctx.artifacts_dir.glob(f".tmp-{ctx.fingerprint[:16]}-*"):
         shutil.rmtree(stale, ignore_errors=True)
-    scratch = ctx.checkpoint_dir / "spill"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
+    _sweep(ctx.checkpoint_dir)
+    ctx.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    # A name of its own: a worker of a run that was just killed may still be writing.
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=ctx.checkpoint_dir))
     try:
         yield scratch
     finally:
+        _sweep(ctx.checkpoint_dir)
+
+
+def _sweep(directory: Path) -> None:
+    for scratch in directory.glob(f"{_SCRATCH}*"):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
