@@ -36,8 +36,8 @@ test: $(STAMP)  ## all tests but the longest, the fast ones first
 test-fast: $(STAMP)  ## unit tests only
 	$(PYTEST) -m "$(FAST)"
 
-test-long: $(STAMP)  ## an ablation, a cluster that loses a node, a killed student
-	$(PYTEST) -m long
+test-long: $(STAMP)  ## an ablation, a cluster that loses a node
+	$(PYTEST) -m "long and not endurance"
 
 test-endurance: $(STAMP)  ## killed services, ten chains, full disks, pages in a browser, repeats of every stage, PostgreSQL; before a release
 	$(BIN)/pytest -m endurance

@@ -22,7 +22,7 @@ from tasks.loading_config import load_config
 from tasks.tracking import connect
 from tasks.workspace import Workspace
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.endurance
 
 CONFIG = Path(__file__).parent / "backends" / "small_chain.yaml"
 CHAIN = load_config(CONFIG)

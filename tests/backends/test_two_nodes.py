@@ -187,6 +187,7 @@ def test_without_restarts_the_loss_ends_the_run(
         train(max_restarts=0)
 
 
+@pytest.mark.endurance
 def test_the_policy_moves_in_with_the_others_when_its_node_is_lost(
     nodes: Cluster, train: Callable[..., PolicyCheckpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
