@@ -243,9 +243,11 @@ def length_controlled_win_rate(
     x = (longer - mean) / std
 
     def fit(weights: Tensor) -> Tensor:
+        """Return the coefficients (B, 2) of each of B weightings (B, N)."""
         return fit_logistic(x, won, weights)
 
     def at_equal_length(coefficients: Tensor) -> Tensor:
+        """Return the win rates (B,) where both responses are equally long."""
         return torch.sigmoid(coefficients[:, 0] - coefficients[:, 1] * mean / std)
 
     whole = fit(torch.full((1, won.numel()), 1.0 / won.numel(), dtype=torch.float64))
