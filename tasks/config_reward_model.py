@@ -77,7 +77,8 @@ class HeldOutConfig(Section):
         50, description="Steps between looks at the held-out loss."
     )
     select_best: bool = Field(
-        True, description="Keep the step with the lowest held-out loss, not the last."
+        True,
+        description="Keep the step with the lowest held-out loss at its best scale, not the last.",
     )
     stop_after: PositiveInt | None = Field(
         None, description="Looks without a lower held-out loss before a member stops early."

@@ -87,6 +87,20 @@ def fit_noisy_scale(margins: Tensor, *, flip_rate: float) -> float:
     return float(2.0 ** (0.5 * (left + right)))
 
 
+def fitted_log_loss(margins: Tensor, *, flip_rate: float) -> float:
+    """Return `noisy_log_loss` at the scale that suits the margins best: what no temperature mends.
+
+    It compares models whose scores differ in unit, as those of one run do whose margins grow from
+    step to step or were kept small by smoothed labels.
+
+    Args:
+        margins: ``(P,)``, P at least 1, of pairs that the model was not trained on.
+        flip_rate: share of wrong labels, above 0 and below 0.5.
+    """
+    scale = fit_noisy_scale(margins, flip_rate=flip_rate)
+    return noisy_log_loss(margins, flip_rate=flip_rate, scale=scale)
+
+
 def _checked(margins: Tensor, flip_rate: float) -> Tensor:
     check_rank("margins", margins, 1)
     if margins.numel() == 0:

@@ -17,7 +17,7 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from tasks.algorithms.label_noise import noisy_log_loss
+from tasks.algorithms.label_noise import fitted_log_loss
 from tasks.algorithms.reward_losses import PairRegularization, PairTargets, bradley_terry_loss
 from tasks.algorithms.samplers import GroupSampler
 from tasks.backends.labelled_pairs import LabelledPairs
@@ -107,7 +107,7 @@ def fit_head(
         if step % cfg.held_out.evaluate_every_steps and step != steps:
             continue
         margins = (held_out.view(-1, 2, held_out.shape[1]) @ weight.detach()).diff(dim=1)[:, 0]
-        found = noisy_log_loss(-margins, flip_rate=cfg.noise.flip_rate)
+        found = fitted_log_loss(-margins, flip_rate=cfg.noise.flip_rate)
         last = Head(weight.detach().clone(), step, found)
         if found < best.loss:
             best = last

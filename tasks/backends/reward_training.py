@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from tasks.algorithms.label_noise import noisy_log_loss
+from tasks.algorithms.label_noise import fitted_log_loss, noisy_log_loss
 from tasks.algorithms.reward_losses import (
     PairRegularization,
     bradley_terry_loss,
@@ -145,8 +145,9 @@ class MemberTrainer:
             found = pair_metrics(self.session, ROLE, validation, cfg.noise.flip_rate)
             self.log.metrics({f"{name}/validation_{key}": v for key, v in found.items()}, step)
             if held_out.select_best:
-                # Wrong labels among the held-out pairs would punish a model for being sure.
-                best.offer(step, found["noisy_log_loss"], self.session)
+                # Wrong labels among the held-out pairs would punish a model for being sure, and the
+                # unit of its scores is fitted later anyway.
+                best.offer(step, found["fitted_log_loss"], self.session)
             patience = held_out.stop_after
             return patience is not None and (
                 step - best.step >= patience * held_out.evaluate_every_steps
@@ -212,8 +213,8 @@ class BestStep:
 def pair_metrics(
     session: Session, role: str, pairs: Sequence[RenderedPair], flip_rate: float
 ) -> dict[str, float]:
-    """Return accuracy (ties count half), share of ties, and log loss in nats: plain, and allowing
-    for wrong labels."""
+    """Return accuracy (ties count half), share of ties, and log loss in nats: plain, allowing for
+    wrong labels, and that at the scale that suits the scores best."""
     rows: list[Row] = response_rows(pairs)
     chosen, rejected = split_interleaved(session.scores(role, rows))
     loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=float(len(pairs)))
@@ -223,4 +224,5 @@ def pair_metrics(
         "tie_share": float(counts.tie_sum / counts.n_pairs),
         "log_loss": float(loss),
         "noisy_log_loss": noisy_log_loss(chosen - rejected, flip_rate=flip_rate),
+        "fitted_log_loss": fitted_log_loss(chosen - rejected, flip_rate=flip_rate),
     }

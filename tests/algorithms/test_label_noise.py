@@ -9,7 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.label_noise import fit_noisy_scale, label_trust, noisy_log_loss
+from tasks.algorithms.label_noise import (
+    fit_noisy_scale,
+    fitted_log_loss,
+    label_trust,
+    noisy_log_loss,
+)
 from tasks.errors import ConfigError, DataError, TrainingError
 
 
@@ -61,6 +66,19 @@ def test_scale_is_found_on_labels_with_that_noise() -> None:
     assert scale == pytest.approx(2.0, abs=0.04)
     row = [noisy_log_loss(margins, flip_rate=0.1, scale=k / 20) for k in range(20, 60)]
     assert noisy_log_loss(margins, flip_rate=0.1, scale=scale) <= min(row) + 1e-12
+
+
+def test_unit_of_the_scores_does_not_choose_the_model() -> None:
+    # Of four pairs a model gets three right, with margins -+1: the best odds are 3 to 1, so with
+    # flip rate .1 sigmoid(s) solves .9 p + .1 (1 - p) = 3/4, p = .8125, and the loss is that of a
+    # coin of 3/4: .75 log(4/3) + .25 log 4 = .562335. A tenth of the margins changes nothing; at
+    # scale 1 it would lose: (3 x .65396 + .73393) / 4 = .67395.
+    margins = torch.tensor([1.0, 1.0, 1.0, -1.0])
+    for unit in (0.1, 1.0, 7.0):
+        assert fitted_log_loss(unit * margins, flip_rate=0.1) == pytest.approx(0.562335, abs=1e-6)
+    assert noisy_log_loss(0.1 * margins, flip_rate=0.1) == pytest.approx(0.67395, abs=1e-5)
+    # All scores equal: a coin of 1/2, log 2, at every scale.
+    assert fitted_log_loss(torch.zeros(3), flip_rate=0.1) == pytest.approx(math.log(2.0))
 
 
 def test_scale_stays_within_its_bounds() -> None:
