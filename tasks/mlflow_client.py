@@ -46,6 +46,8 @@ def quieten() -> None:
     """Silence what MLflow and its database migrations say at every start."""
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
+    # It prints the trace of an error that it raises, too; what is raised gets one message here.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     warnings.filterwarnings("ignore", message="The specified dataset source can be interpreted")
 
 
