@@ -17,6 +17,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+RETRIES = 5  # as PREFECT_CLIENT_MAX_RETRIES
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -69,24 +70,32 @@ class Services:
         ports = ["--prefect-port", str(self.prefect_port), "--mlflow-port", str(self.mlflow_port)]
         return self.rlhf("up", str(self.config), *ports)
 
-    def post(self, path: str, body: Any) -> Any:
-        """Ask Prefect's API."""
-        answer = httpx.post(f"{self.api}/{path}", json=body, timeout=30)
-        assert answer.is_success, answer.text
+    def ask(self, method: str, path: str, body: Any = None) -> Any:
+        """Ask Prefect's API; where its database is locked, again, as Prefect's own client does."""
+        for _ in range(RETRIES):
+            answer = httpx.request(method, f"{self.api}/{path}", json=body, timeout=30)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1.0)
+        if not answer.is_success:
+            raise httpx.HTTPStatusError(answer.text, request=answer.request, response=answer)
         return answer.json() if answer.content else None
+
+    def post(self, path: str, body: Any) -> Any:
+        """Ask Prefect's API for a change, or for what a filter finds."""
+        return self.ask("POST", path, body)
 
     def deployment(self, name: str) -> dict[str, Any]:
         """Return a deployment by flow/name."""
-        answer = httpx.get(f"{self.api}/deployments/name/{name}", timeout=30)
-        found: dict[str, Any] = answer.raise_for_status().json()
+        found: dict[str, Any] = self.ask("GET", f"deployments/name/{name}")
         return found
 
     def pause_schedules(self) -> None:
         """Keep the nightly and weekly runs out of whatever is tested at that hour."""
         for deployment in self.post("deployments/filter", {}):
             for schedule in deployment["schedules"]:
-                path = f"{self.api}/deployments/{deployment['id']}/schedules/{schedule['id']}"
-                httpx.patch(path, json={"active": False}, timeout=30).raise_for_status()
+                path = f"deployments/{deployment['id']}/schedules/{schedule['id']}"
+                self.ask("PATCH", path, {"active": False})
 
     def run(self, deployment: str, **parameters: Any) -> str:
         """Start a deployment with these parameters; return the id of its flow run."""
@@ -97,7 +106,7 @@ class Services:
 
     def flow_run(self, run_id: str) -> dict[str, Any]:
         """Return a flow run."""
-        found: dict[str, Any] = httpx.get(f"{self.api}/flow_runs/{run_id}", timeout=30).json()
+        found: dict[str, Any] = self.ask("GET", f"flow_runs/{run_id}")
         return found
 
     def set_state(self, run_id: str, kind: str, name: str | None = None) -> None:
