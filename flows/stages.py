@@ -50,7 +50,7 @@ STAGE_SPECS: Mapping[Stage, StageSpec] = {
     "ingest": StageSpec(PreferenceDataset, 4, {}),
     "sft": StageSpec(PolicyCheckpoint, 2, {"preferences": _PREFERENCES}),
     "reward_model": StageSpec(
-        RewardModelCheckpoint, 3, {"preferences": _PREFERENCES, "base": _BASE}
+        RewardModelCheckpoint, 4, {"preferences": _PREFERENCES, "base": _BASE}
     ),
     "offline_ppo": StageSpec(
         PolicyCheckpoint,
