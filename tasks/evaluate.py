@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tasks.backends.answering import (
     AnswerPlan,
     Count,
     EndpointAnswerer,
+    LateAnswerer,
     LocalAnswerer,
 )
 from tasks.backends.chat_endpoint import ChatEndpoint, Usage
@@ -232,11 +233,17 @@ def _answerer(
         served_by = ChatEndpoint(cfg.answers.endpoint_of(name), usage)
         yield EndpointAnswerer(served_by, cfg.generation, count)
     elif cfg.answers.backend == "vllm":
-        log_path = ctx.checkpoint_dir / f"vllm-{name}.log"
-        with served(cfg.answers.vllm, models[name], name, log_path) as server:
-            endpoint = cfg.answers.endpoint_at(server.address, name)
-            served_by = ChatEndpoint(endpoint, usage, server.failure)
-            yield EndpointAnswerer(served_by, cfg.generation, count)
+        with ExitStack() as stack:
+
+            def start() -> Answerer:
+                log_path = ctx.checkpoint_dir / f"vllm-{name}.log"
+                server = served(cfg.answers.vllm, models[name], name, log_path)
+                up = stack.enter_context(server)
+                endpoint = cfg.answers.endpoint_at(up.address, name)
+                served_by = ChatEndpoint(endpoint, usage, up.failure)
+                return EndpointAnswerer(served_by, cfg.generation, count)
+
+            yield LateAnswerer(start)
     else:
         speaker = Speaker(models[name], asked.renderer, cfg.runtime)
         yield LocalAnswerer(speaker, asked.renderer, cfg.generation, count)
