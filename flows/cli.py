@@ -17,6 +17,7 @@ from flows.run_commands import add_run_commands
 from flows.terminal import terminal
 from tasks.config import TrackingConfig
 from tasks.loading_config import find_config, load_config, parse_stage
+from tasks.loopback import bypass_proxies
 from tasks.provenance import DISTRIBUTION, package_versions
 from tasks.workspace import HOME_VARIABLE, Workspace
 
@@ -52,6 +53,7 @@ def _root(
     ] = False,
 ) -> None:
     """Offline RLHF: from preference pairs to a small aligned model with a score."""
+    bypass_proxies()
 
 
 @app.command("run")

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
+from tasks.config_words import problems_of
 from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError, sentence
 from tasks.workspace import HOME_VARIABLE, Workspace
 
@@ -34,7 +35,8 @@ def reported(is_debug: bool) -> Iterator[None]:
         is_failure = isinstance(error, ClusterError | TrainingError | RewardError)
         _fail(str(error), FAILURE if is_failure else _BAD_INPUT, is_debug)
     except (ValidationError, yaml.YAMLError) as error:
-        _fail(f"The configuration cannot be used: {error}", _BAD_INPUT, is_debug)
+        wrong = problems_of(error) if isinstance(error, ValidationError) else error
+        _fail(f"The configuration cannot be used: {wrong}", _BAD_INPUT, is_debug)
     except BrokenPipeError:
         # Nobody reads the output any more, as with `| head`.
         raise typer.Exit(FAILURE) from None

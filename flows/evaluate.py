@@ -52,17 +52,10 @@ def evaluate(  # noqa: PLR0913 - one field of the form per upstream
         reward_model=reward_model,
     ) as run:
         if run.is_needed:
-            from tasks.evaluate import evaluate_models
+            from tasks.evaluate import Models, evaluate_models
 
+            models = Models(run.base, run.policy, run.student)
             run.publish(
-                evaluate_models(
-                    run.context,
-                    cfg,
-                    run.preferences,
-                    run.student,
-                    run.policy,
-                    run.base,
-                    run.reward_model,
-                )
+                evaluate_models(run.context, cfg, run.preferences, models, run.reward_model)
             )
     return run.path

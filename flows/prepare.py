@@ -1,18 +1,14 @@
-"""Before a stage runs: its inputs resolved and verified, its fingerprint, its lock."""
+"""Before a stage runs: its inputs resolved and verified, its fingerprint."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flows.raw_sources import raw_sources, result_fields
 from flows.stages import STAGE_SPECS, StageSpec
 from tasks.artifacts import Artifact, ParentRef, fingerprint, newest_artifact
 from tasks.config import Stage, StageConfig
-from tasks.errors import WorkspaceError
 from tasks.references import LATEST, resolve_reference
 from tasks.tracking import Tracker
 from tasks.workspace import Workspace
@@ -66,29 +62,3 @@ def finished_artifact(prepared: Prepared, workspace: Workspace) -> Artifact | No
     """
     directory = workspace.artifacts_dir(prepared.stage)
     return newest_artifact(directory, prepared.spec.kind, prepared.fingerprint)
-
-
-@contextmanager
-def exclusive(workspace: Workspace, prepared: Prepared) -> Iterator[None]:
-    """Hold the stage's lock: two runs with one fingerprint would share a checkpoint directory."""
-    directory = workspace.cache_dir / "locks"
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / f"{prepared.stage}-{prepared.fingerprint[:16]}"
-    with file.open("a+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            handle.seek(0)
-            holder = handle.read()
-            where = f"process {holder}" if holder else "another process"
-            raise WorkspaceError(
-                f"Stage {prepared.stage} with this config is running in {where} ({file})",
-                "one run at a time",
-                "wait until it is done and start this run again, which reuses its result;"
-                " or end that process",
-            ) from error
-        handle.truncate(0)
-        handle.write(str(os.getpid()))
-        handle.flush()
-        # The kernel frees the lock with the process, so a killed run does not block the next one.
-        yield

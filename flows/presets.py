@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, W
 
 from flows.options import RunOptions
 from tasks.config import PipelineConfig, Section, TrackingConfig
+from tasks.config_words import problems_of
 from tasks.errors import ConfigError
 from tasks.loading_config import find_config, load_config
 
@@ -51,7 +52,7 @@ def completed(model: type[C], cfg: C, preset: str | None) -> C:
     try:
         return model.model_validate(lay_over(start, given))
     except ValidationError as error:
-        raise ConfigError(_problems(error), "", "correct the parameter cfg") from None
+        raise ConfigError(problems_of(error, "cfg"), "", "correct the parameter cfg") from None
 
 
 def completed_options(options: RunOptions, preset: str | None) -> RunOptions:
@@ -84,11 +85,3 @@ def lay_over(section: BaseModel, given: Mapping[str, Any]) -> dict[str, Any]:
             value = lay_over(below, value)
         fields[name] = value
     return fields
-
-
-def _problems(error: ValidationError) -> str:
-    problems = []
-    for detail in error.errors(include_url=False, include_context=False):
-        where = ".".join(("cfg", *map(str, detail["loc"])))
-        problems.append(f"{where}: {detail['msg'].removeprefix('Value error, ')}")
-    return "; ".join(problems)

@@ -29,6 +29,7 @@ from tasks.artifacts import (
 )
 from tasks.comparison import find_run
 from tasks.config import STAGES, PipelineConfig, Stage, StageConfig, TrackingConfig
+from tasks.config_words import problems_of
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
 from tasks.lineage import recorded_manifest
 from tasks.provenance import git_commit, machine, package_versions
@@ -142,9 +143,8 @@ def _read(tracker: Tracker, run: RunRecord, ref: str) -> _Recorded:
     try:
         cfg: StageConfig = section.model_validate(manifest.config)
     except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(
-            f"The config of run {run.run_id} is not one of this version: {wrong}",
+            f"The config of run {run.run_id} is not one of this version: {problems_of(error)}",
             "fields that this version knows",
             f"check out the commit of the run, {manifest.git_commit or 'which is not recorded'}",
         ) from error

@@ -18,6 +18,7 @@ from flows.environment import prepare_environment, termination_as_interrupt
 from tasks.artifacts import RewardModelCheckpoint
 from tasks.config import RenderingConfig, RuntimeConfig, TrackingConfig
 from tasks.config_shared import check_budget
+from tasks.config_words import message_of
 from tasks.data.score_files import ERROR_FIELD, FileRow, Kind, ScoreFile, open_score_file
 from tasks.data.score_output import Added, check_output, default_output, write_scored
 from tasks.data.score_summary import ScoreTally, rewardbench_sections
@@ -177,7 +178,7 @@ def overridden(recorded: RuntimeConfig, overrides: Sequence[str]) -> RuntimeConf
 
 
 def _first_line(error: ValidationError | yaml.YAMLError) -> str:
-    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else "it is not YAML"
+    return message_of(error.errors()[0]) if isinstance(error, ValidationError) else "it is not YAML"
 
 
 def _scored_rows(

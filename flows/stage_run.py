@@ -13,9 +13,10 @@ from prefect.utilities.timeout import timeout
 from flows.mlflow_run import link_result, record_outcome, refusal_recorded, settle, tracked
 from flows.monitor import StageOutcome, current_monitor
 from flows.options import RunOptions
-from flows.prepare import Prepared, exclusive, finished_artifact, prepare
+from flows.prepare import Prepared, finished_artifact, prepare
 from flows.promote import Verdict, apply_verdict
 from flows.reporting import publish_result
+from flows.stage_lock import exclusive
 from tasks.artifacts import (
     Artifact,
     EvalReport,
@@ -145,7 +146,7 @@ def stage_run(
         yield run
     else:
         with (
-            exclusive(workspace, prepared),
+            exclusive(workspace, prepared.stage, prepared.fingerprint),
             tracked(tracker, workspace, prepared, options) as context,
         ):
             run = StageRun(prepared, context)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validat
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from tasks.config_shared import PositiveInt, Section, Seed
+from tasks.config_words import message_of
 
 BASE: Final = "base"
 TEACHER: Final = "teacher"
@@ -198,7 +199,7 @@ def _blamed(
     problems: list[Problem] = []
     for detail in details:
         dotted = ".".join(map(str, detail["loc"]))
-        text = f"{stage}.{dotted}: {detail['msg'].removeprefix('Value error, ')}"
+        text = f"{stage}.{dotted}: {message_of(detail)}"
         if detail["type"] == "extra_forbidden":
             text = f"unknown key {dotted!r} of {stage}{_suggestion(section, detail['loc'])}"
         places = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from tasks.backends.answering import (
     AnswerPlan,
     Count,
     EndpointAnswerer,
+    LateAnswerer,
     LocalAnswerer,
 )
 from tasks.backends.chat_endpoint import ChatEndpoint, Usage
@@ -43,10 +44,10 @@ from tasks.backends.model_server import served
 from tasks.backends.reward_scoring import RewardScorer
 from tasks.backends.session import open_session
 from tasks.backends.speaking import Prompt, Speaker
-from tasks.backends.stored_answers import answer_prompts, answer_questions
+from tasks.backends.stored_answers import ResponseCount, answer_prompts, answer_questions
 from tasks.backends.trajectories import response_rows
 from tasks.config import EvaluateConfig
-from tasks.context import RunLog, StageContext
+from tasks.context import StageContext
 from tasks.data.alpaca import write_model_outputs
 from tasks.data.eval_page import render_page
 from tasks.data.eval_report import plot_radar, plot_scores, render_report
@@ -108,14 +109,26 @@ class _Asked:
     held_out: _HeldOutPrompts
 
 
+@dataclass(frozen=True)
+class Models:
+    """The three that are compared."""
+
+    base: PolicyCheckpoint
+    policy: PolicyCheckpoint
+    student: StudentAdapter
+
+    @property
+    def by_name(self) -> dict[str, PolicyCheckpoint | StudentAdapter]:
+        """Each by the name that the report gives it."""
+        return {"base": self.base, "policy": self.policy, "student": self.student}
+
+
 @task(name="evaluate-models", cache_policy=NO_CACHE)
-def evaluate_models(  # noqa: PLR0913 - one argument per upstream
+def evaluate_models(
     ctx: StageContext,
     cfg: EvaluateConfig,
     preferences: PreferenceDataset,
-    student: StudentAdapter,
-    policy: PolicyCheckpoint,
-    base: PolicyCheckpoint,
+    models: Models,
     reward_model: RewardModelCheckpoint,
 ) -> EvalReport:
     """Let base, policy and student answer, have the answers judged, and compare.
@@ -127,9 +140,7 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
         RlhfError: inputs that do not fit together (before anything is generated), or a judge or
             server that cannot go on.
     """
-    models = {"base": base.model_dir, "policy": policy.model_dir, "student": student.model_dir}
-    others = {"policy": policy, "student": student, "reward": reward_model}
-    renderer = _one_renderer(cfg, base, others)
+    renderer = _one_renderer(cfg, models.base, {**models.by_name, "reward": reward_model})
     ctx.draft.renderer_fingerprint = renderer.fingerprint
     questions = evaluation_questions(ctx, cfg)
     given = given_answers(ctx, cfg, questions)
@@ -137,7 +148,8 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
     held_out = _held_out_prompts(preferences, cfg.held_out_prompts)
     asked = _Asked(ctx, cfg, renderer, questions, held_out)
     scorer = RewardScorer.load(open_session(cfg.runtime, ctx.log), reward_model)
-    heard = _listen(asked, models) | given
+    directories = {name: model.model_dir for name, model in models.by_name.items()}
+    heard = _listen(asked, directories) | given
     judged = _judge(asked, heard, judge, scorer)
     scored = {
         name: held_out_scores(one, held_out.prompts, held_out.subsets, scorer, renderer)
@@ -153,10 +165,10 @@ def evaluate_models(  # noqa: PLR0913 - one argument per upstream
 
 
 def _one_renderer(
-    cfg: EvaluateConfig, base: PolicyCheckpoint, others: Mapping[str, Artifact]
+    cfg: EvaluateConfig, base: PolicyCheckpoint, artifacts: Mapping[str, Artifact]
 ) -> Renderer:
     renderer = Renderer.load(base.model_dir, cfg.rendering)
-    for name, artifact in {"base": base, **others}.items():
+    for name, artifact in artifacts.items():
         if artifact.manifest.renderer_fingerprint is not None:
             renderer.check_same(artifact.manifest.renderer_fingerprint, f"the {name} model")
     return renderer
@@ -185,7 +197,7 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
     )
     names = list(cfg.answers.served) if cfg.answers.backend == "openai" else list(models)
     heard = {}
-    count = _Count(log, 2 * len(asked.questions) + len(asked.held_out.prompts), len(names))
+    count = ResponseCount(log, 2 * len(asked.questions) + len(asked.held_out.prompts), len(names))
     with (
         closing(store_of(asked.ctx, "answers")) as answers,
         closing(store_of(asked.ctx, "held_out")) as held_out,
@@ -202,27 +214,6 @@ def _listen(asked: _Asked, models: Mapping[str, Path]) -> dict[str, Heard]:
     return heard
 
 
-class _Count:
-    """Tells how many responses of all models are there; stored ones count when their model is
-    through."""
-
-    def __init__(self, log: RunLog, per_model: int, n_models: int) -> None:
-        self._log, self._per_model, self._total = log, per_model, per_model * n_models
-        self._done = self._limit = 0
-        self._name = ""
-
-    def begin(self, index: int, name: str) -> None:
-        """Go on with a model, by its place."""
-        self._done, self._limit = index * self._per_model, (index + 1) * self._per_model
-        self._name = name
-        self(0)
-
-    def __call__(self, n_new: int) -> None:
-        """Count new responses."""
-        self._done = min(self._done + n_new, self._limit, self._total)
-        self._log.progress(self._done, self._total, f"answers, {self._name}")
-
-
 @contextmanager
 def _answerer(
     asked: _Asked, name: str, models: Mapping[str, Path], usage: Usage, count: Count
@@ -232,11 +223,17 @@ def _answerer(
         served_by = ChatEndpoint(cfg.answers.endpoint_of(name), usage)
         yield EndpointAnswerer(served_by, cfg.generation, count)
     elif cfg.answers.backend == "vllm":
-        log_path = ctx.checkpoint_dir / f"vllm-{name}.log"
-        with served(cfg.answers.vllm, models[name], name, log_path) as server:
-            endpoint = cfg.answers.endpoint_at(server.address, name)
-            served_by = ChatEndpoint(endpoint, usage, server.failure)
-            yield EndpointAnswerer(served_by, cfg.generation, count)
+        with ExitStack() as stack:
+
+            def start() -> Answerer:
+                log_path = ctx.checkpoint_dir / f"vllm-{name}.log"
+                server = served(cfg.answers.vllm, models[name], name, log_path)
+                up = stack.enter_context(server)
+                endpoint = cfg.answers.endpoint_at(up.address, name)
+                served_by = ChatEndpoint(endpoint, usage, up.failure)
+                return EndpointAnswerer(served_by, cfg.generation, count)
+
+            yield LateAnswerer(start)
     else:
         speaker = Speaker(models[name], asked.renderer, cfg.runtime)
         yield LocalAnswerer(speaker, asked.renderer, cfg.generation, count)

@@ -288,12 +288,16 @@ def _check_accounts(cfg: IngestConfig, parsed: _Parsed, assembly: Assembly) -> N
         rows = parsed.rows_of[index]
         if rows and rows == parsed.left_out_of[index] and len(assembly.files) > 1:
             places = [place for place in parsed.places if place.file_index == index]
-            raise _unusable(cfg, file.path, places, assembly, rows, rows)
+            raise _unusable(
+                cfg, file.path, f"{rows} of {rows} rows cannot be used", places, assembly
+            )
     reasons = _reasons_of(parsed, assembly)
     sampled = reasons.pop(QuarantineReason.NOT_SAMPLED.value, 0)
     left_out, rows = sum(reasons.values()), parsed.rows - sampled
     if left_out >= rows or left_out / rows > cfg.max_quarantine_share:
-        raise _unusable(cfg, names, parsed.places, assembly, left_out, rows, reasons)
+        listed = ", ".join(f"{name} {count}" for name, count in reasons.most_common())
+        lost = f"{left_out} of {rows} rows cannot be used ({listed})"
+        raise _unusable(cfg, names, lost, parsed.places, assembly)
 
 
 def _reasons_of(parsed: _Parsed, assembly: Assembly) -> Counter[str]:
@@ -305,25 +309,21 @@ def _reasons_of(parsed: _Parsed, assembly: Assembly) -> Counter[str]:
     return reasons
 
 
-def _unusable(  # noqa: PLR0913
-    cfg: IngestConfig,
-    name: str,
-    places: Sequence[Place],
-    assembly: Assembly,
-    left_out: int,
-    rows: int,
-    reasons: Counter[str] | None = None,
+def _unusable(
+    cfg: IngestConfig, name: str, lost: str, places: Sequence[Place], assembly: Assembly
 ) -> DataError:
+    """Return the error about files, with the first row that is lost.
+
+    Args:
+        lost: how many rows are, and for which reasons.
+    """
     entries = (entry for place in places for entry in assembly.prepare(place).left_out)
     not_sampled = QuarantineReason.NOT_SAMPLED.value
     first = next((e for e in entries if e["reason"] != not_sampled), None)
     if first is None:
         return DataError(f"{name}: no row is in the sample", "at least one", "raise the weight")
-    listed = ", ".join(f"{n} {c}" for n, c in (reasons or Counter()).most_common())
     return DataError(
-        f"{name}: {left_out} of {rows} rows cannot be used"
-        + (f" ({listed})" if listed else "")
-        + f"; the first is line {first['source_line']} of {first['source_file']}: "
+        f"{name}: {lost}; the first is line {first['source_line']} of {first['source_file']}: "
         f"{first['reason']}, {first['detail']}",
         f"at most {cfg.max_quarantine_share:.0%} unusable rows (ingest.max_quarantine_share), and "
         "one usable in each file",

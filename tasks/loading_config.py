@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tasks.config import STAGES, PipelineConfig, Stage
+from tasks.config_words import kind_of, message_of, shown
 from tasks.errors import ConfigError, MissingInputError
 
 SHARED_KEYS = ("seed", "runtime", "rendering")
@@ -218,7 +219,7 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[Location, int]]:
         return {}, {}
     if not isinstance(loaded, dict):
         raise ConfigError(
-            f"{path} holds a {type(loaded).__name__}", "sections such as `sft:`", "see configs/"
+            f"{path} holds {kind_of(loaded)}", "sections such as `sft:`", "see configs/"
         )
     return loaded, lines
 
@@ -305,14 +306,22 @@ def _problem(detail: ErrorDetails, origin: _Origin) -> str:
     where, name = origin.find(location)
     if detail["type"] == "extra_forbidden":
         return f"{where}: unknown key {name!r}{_suggestion(location)}"
-    message = detail["msg"].removeprefix("Value error, ")
-    got = detail["input"]
-    shown = "" if isinstance(got, dict | BaseModel) else f", got {_short(got)}"
-    return f"{where}: {name or 'the config'}: {message}{shown}"
+    message = message_of(detail, _default_at(location))
+    value = detail["input"]
+    got = "" if isinstance(value, dict | BaseModel) else f", got {_short(value)}"
+    return f"{where}: {name or 'the config'}: {message}{got}"
+
+
+def _default_at(location: Location) -> object:
+    """Return what a key of a config holds by default; None where that is nothing."""
+    at: Any = PipelineConfig()
+    for key in location:
+        at = getattr(at, key, None) if isinstance(key, str) else None
+    return at
 
 
 def _short(value: object, limit: int = 80) -> str:
-    text = repr(value)
+    text = shown(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 

@@ -28,6 +28,10 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from tasks.errors import ClusterError, ConfigError, WorkspaceError
+from tasks.loopback import bypass_proxies
+
+# Also where flows are not started by the command.
+bypass_proxies()
 
 _CONNECT_SECONDS = 5
 # An alias that nobody set, and an id that cannot be one, are the second.

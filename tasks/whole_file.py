@@ -1,9 +1,11 @@
-"""Small files that are written whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -13,28 +15,34 @@ from tasks.errors import WorkspaceError
 _SUFFIX = ".unfinished"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file whole or not at all.
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that gets its name when the block ends well.
 
     What is unfinished carries the name of its process: it goes when the writing fails, and what a
     process left that was killed goes with the next writing of the same file.
+    """
+    ours = f".{path.name}.{socket.gethostname()}."
+    temporary = path.with_name(f"{ours}{os.getpid()}{_SUFFIX}")
+    _sweep(path.parent, ours)
+    try:
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all.
 
     Raises:
         WorkspaceError: the directory cannot be written.
     """
-    ours = f".{path.name}.{socket.gethostname()}."
-    temporary = path.with_name(f"{ours}{os.getpid()}{_SUFFIX}")
     try:
-        _sweep(path.parent, ours)
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        with appearing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise WorkspaceError(
             f"{path} cannot be written: {error.strerror or error}",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -34,6 +35,12 @@ os.environ.update(
 )
 os.environ.pop("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", None)
 os.environ.pop("PREFECT_API_URL", None)
+
+# As Hypothesis does in CI: 200 ms an example would test the machine. The first mask or model of a
+# process takes longer, and so does any example beside a program that is busy.
+settings.register_profile("unhurried", deadline=None)
+if settings.get_current_profile_name() == "default":
+    settings.load_profile("unhurried")
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
 RETRIES = 5  # as PREFECT_CLIENT_MAX_RETRIES
+SERVICES = ("prefect", "mlflow", "worker")
+CHAIN = "rlhf-pipeline/nightly"
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
@@ -69,6 +72,20 @@ class Services:
         """Start what is missing."""
         ports = ["--prefect-port", str(self.prefect_port), "--mlflow-port", str(self.mlflow_port)]
         return self.rlhf("up", str(self.config), *ports)
+
+    @contextmanager
+    def running(self) -> Iterator[Services]:
+        """Have everything up for the block, without the schedules."""
+        try:
+            self.up()
+            self.pause_schedules()
+            yield self
+        finally:
+            self.rlhf("down", code=None)
+
+    def wait_idle(self) -> None:
+        """Wait until the worker runs no flow."""
+        wait_for(lambda: not psutil.Process(self.pid("worker")).children(), 60)
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
         """Ask Prefect's API; where its database is locked, again, as Prefect's own client does."""
@@ -175,7 +192,7 @@ class Services:
         from flows.processes import family
 
         found = []
-        for service in ("prefect", "mlflow", "worker"):
+        for service in SERVICES:
             for process in family(self.home / "services", service):
                 try:
                     line = " ".join(process.cmdline())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,7 @@ def test_shared_mistake_is_reported_once(write: Write) -> None:
     ("text", "expected"),
     [
         ("sft: {epochs: many}\n", ("line 1", "sft.epochs", "valid number", "'many'")),
-        ("sft: 3\n", ("sft", "dictionary", "got 3")),
+        ("sft: 3\n", ("sft", "should be a mapping", "got 3")),
         ("distill: {student: model}\n", ("distill", "`model`")),
         (
             "offline_ppo: {reward: {components: {rm: 1}}}\n",
@@ -130,10 +131,41 @@ def test_wrong_value_is_named(write: Write, text: str, expected: tuple[str, ...]
 
 
 @pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "evaluate.answers.vllm.command=vllm",
+            "Input should be a list, for instance [vllm, serve], got 'vllm'",
+        ),
+        # By default it is empty.
+        ("ingest.sources=a.jsonl", "Input should be a list, for instance [a.jsonl], got 'a.jsonl'"),
+        ("ingest.sources={a: b}", "Input should be a list"),
+        ("sft.optimizer.betas=null", "Input should be a list, for instance [0.9, 0.999], got null"),
+        ("evaluate.answers.served=[a]", "a mapping, such as {key: value}, got [a]"),
+        ("evaluate.answers.vllm=true", "a mapping, such as {key: value}, got true"),
+        ("reuse=maybe", "Input should be true or false, got 'maybe'"),
+        ("sft.model.source=3", "Input should be text; put it in quotes, got 3"),
+        ("sft.model.source=[3]", "Input should be text, got [3]"),
+        ("sft.epochs=2026-01-01", "Input should be a valid number, got 2026-01-01"),
+        ("seed=a", "unable to parse text as an integer, got 'a'"),
+        ("evaluate.answers.backend=a", "Input should be 'transformers', 'vllm' or 'openai'"),
+    ],
+)
+def test_wrong_type_is_told_in_the_words_of_yaml(
+    write: Write, override: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(""), [override])
+    assert expected in str(caught.value)
+    assert not re.search(r"\b(tuple|dict|dictionary|str|string|bool|None)\b", str(caught.value))
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("sft: [\n", "is not YAML"),
         ("- a\n", "holds a list"),
+        ("a\n", "holds text"),
         (
             "sft: {epochs: 1}\nsft: {epochs: 2}\n",
             "line 2: the key 'sft' is already given in line 1",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from chat_server import chat_server
 
 from flows.distill import distill
 from flows.evaluate import evaluate
@@ -20,10 +22,12 @@ from tasks.artifacts import EvalReport, PreferenceDataset, load_artifact
 from tasks.config import EvaluateConfig
 from tasks.data.hh import Message, Pair
 from tasks.data.pairs import read_pairs
+from tasks.data.questions import Question
 from tasks.demo.measure import clean_accuracy, good_rate
 from tasks.demo.oracle import is_good, parse_transcript
 from tasks.demo.world import generate_pairs
-from tasks.errors import RendererMismatchError
+from tasks.errors import ClusterError, RendererMismatchError
+from tasks.evaluate import _Asked, _HeldOutPrompts, _listen
 from tasks.loading_config import load_config, merge
 
 CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
@@ -94,6 +98,33 @@ def test_accuracy_looks_at_the_truth_and_not_at_the_label() -> None:
     assert clean_accuracy(_world_pairs(flipped=[1]), chosen, rejected) == 0.625
     # Without the flip pair 1 is wrong too.
     assert clean_accuracy(_world_pairs(), chosen, rejected) == 0.375
+
+
+def test_server_is_started_only_for_what_is_missing(
+    ingest_context: Callable[[], Any], tmp_path: Path
+) -> None:
+    """It would take minutes to load a model that nothing is asked of."""
+    ctx = ingest_context()
+    held_out = _HeldOutPrompts([(Message("user", "Held out."),)], ["demo"])
+    # Ends at once: where it is started, that is an error.
+    vllm = {
+        "command": [sys.executable, str(Path(__file__).parent / "vllm_stand_in.py"), "serve"],
+        "arguments": ["--ends"],
+    }
+
+    def listen(n_questions: int, **answers: Any) -> Any:
+        cfg = EvaluateConfig.model_validate({"answers": answers})
+        questions = [Question(q, "math", (f"{q}?", "Why?")) for q in range(n_questions)]
+        no_renderer: Any = None  # a server renders by itself
+        asked = _Asked(ctx, cfg, no_renderer, questions, held_out)
+        return _listen(asked, dict.fromkeys(MODELS, tmp_path))
+
+    with chat_server() as server:
+        endpoint = {"base_url": server.url, "api_key_env": None}
+        heard = listen(2, backend="openai", endpoint=endpoint, served=dict.fromkeys(MODELS, "m"))
+    assert listen(2, backend="vllm", vllm=vllm) == heard
+    with pytest.raises(ClusterError, match="it said last: CUDA error: out of memory"):
+        listen(3, backend="vllm", vllm=vllm)
 
 
 @pytest.mark.slow

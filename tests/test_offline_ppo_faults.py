@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from policy_runs import before_windows, fail_at, tags_of, weights_of
 
 from flows.offline_ppo import train_offline_ppo
 from flows.options import RunOptions
@@ -21,12 +21,10 @@ from flows.reward_model import train_reward_model
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.backends import ppo_loop
 from tasks.backends.session import Session
-from tasks.config import OfflinePPOConfig, TrackingConfig
+from tasks.config import OfflinePPOConfig
 from tasks.errors import TrainingError, WorkerLostError
 from tasks.loading_config import load_config, merge
 from tasks.models.loading import load_causal_lm
-from tasks.tracking import connect
-from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
@@ -66,28 +64,6 @@ def policy(train: Any) -> PolicyCheckpoint:
     return found
 
 
-def _tags(policy: PolicyCheckpoint) -> dict[str, str]:
-    tracker = connect(TrackingConfig(), Workspace.from_environment())
-    assert policy.manifest.mlflow_run_id is not None
-    return dict(tracker.read_run(policy.manifest.mlflow_run_id).tags)
-
-
-def _bytes(policy: PolicyCheckpoint) -> bytes:
-    return (policy.model_dir / "model.safetensors").read_bytes()
-
-
-def _before_window(
-    monkeypatch: pytest.MonkeyPatch, action: Callable[[ppo_loop.PPOLoop], None]
-) -> None:
-    window = ppo_loop.PPOLoop._window
-
-    def disturbed(loop: ppo_loop.PPOLoop) -> None:
-        action(loop)
-        window(loop)
-
-    monkeypatch.setattr(ppo_loop.PPOLoop, "_window", disturbed)
-
-
 def _kill_worker(loop: ppo_loop.PPOLoop) -> None:
     os.kill(loop.session.groups[0].resources()[0]["pid"], signal.SIGKILL)
 
@@ -102,11 +78,11 @@ def test_dead_workers_are_replaced_and_nothing_changes(
             steps.pop(0)
             _kill_worker(loop)
 
-    _before_window(monkeypatch, kill_twice)
+    before_windows(monkeypatch, kill_twice)
     disturbed = train(max_restarts=2)
     assert not steps
-    assert _bytes(disturbed) == _bytes(policy)
-    tags = _tags(disturbed)
+    assert weights_of(disturbed) == weights_of(policy)
+    tags = tags_of(disturbed)
     assert tags["event.restart"].startswith("2 of 2: Rank 0 of 1 died")
     assert tags["event.resumed"] == "continuing from step 9 of 12"
 
@@ -130,16 +106,16 @@ def test_workers_that_die_while_they_are_replaced_count_too(
         return where
 
     losses: list[int] = []
-    _before_window(monkeypatch, kill_once)
+    before_windows(monkeypatch, kill_once)
     monkeypatch.setattr(Session, "rebuild", die_again)
     disturbed = train(max_restarts=2)
     assert losses and not kills
-    assert _bytes(disturbed) == _bytes(policy)
-    assert _tags(disturbed)["event.restart"].startswith("2 of 2")
+    assert weights_of(disturbed) == weights_of(policy)
+    assert tags_of(disturbed)["event.restart"].startswith("2 of 2")
 
 
 def test_workers_that_keep_dying_end_the_run(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    _before_window(monkeypatch, _kill_worker)
+    before_windows(monkeypatch, _kill_worker)
     with pytest.raises(WorkerLostError, match=r"Rank 0 of 1 died.*last checkpoint"):
         train(max_restarts=1)
 
@@ -166,8 +142,8 @@ def test_a_step_that_is_too_large_is_cut_smaller(
 ) -> None:
     _limit_memory(monkeypatch, 500)
     cut = train()
-    assert "Action" not in _tags(cut)["event.out_of_memory"]
-    assert "multiply tokens per micro-batch by 0.5" in _tags(cut)["event.out_of_memory"]
+    assert "Action" not in tags_of(cut)["event.out_of_memory"]
+    assert "multiply tokens per micro-batch by 0.5" in tags_of(cut)["event.out_of_memory"]
     models = [load_causal_lm(found.model_dir).state_dict() for found in (cut, policy)]
     for name, tensor in models[0].items():
         # Another cut of the batch rounds otherwise; steps of 1e-3 by Adam enlarge that.
@@ -179,18 +155,13 @@ def test_a_later_process_knows_what_was_too_large(
 ) -> None:
     _limit_memory(monkeypatch, 500)
     with monkeypatch.context() as patch:
-        _before_window(patch, partial(_fail_at, 9))
+        before_windows(patch, partial(fail_at, 9))
         with pytest.raises(RuntimeError, match="the power went"):
             train(seed=5)
-    tags = _tags(train(seed=5))
+    tags = tags_of(train(seed=5))
     assert "event.out_of_memory" not in tags
     assert "tokens per micro-batch" in tags["event.memory_lowered"]
     assert tags["event.resumed"] == "continuing from step 9 of 12"
-
-
-def _fail_at(step: int, loop: ppo_loop.PPOLoop) -> None:
-    if loop.state.step == step:
-        raise RuntimeError("the power went")
 
 
 def test_a_row_that_is_too_large_is_told(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,13 +225,13 @@ def _last(policy: PolicyCheckpoint, metric: str) -> float:
 def test_a_reward_against_the_labels_is_refused_before_training(poison: Any, base: str) -> None:
     policy = poison("against_labels")
     assert _is_base(policy, base)
-    assert "reward_against_labels at step 0" in _tags(policy)["event.guard.reward_against_labels"]
+    assert "reward_against_labels at step 0" in tags_of(policy)["event.guard.reward_against_labels"]
 
 
 def test_what_a_poisoned_policy_does_ends_the_run_where_it_began(poison: Any, base: str) -> None:
     guarded = poison("against_labels", **BY_CONDUCT)
     assert _is_base(guarded, base)
-    tags = _tags(guarded)
+    tags = tags_of(guarded)
     assert "Guard held_out_accuracy at step" in tags["event.guard.held_out_accuracy"]
     assert int(tags["event.stopped"].split()[2].rstrip(":")) < 48
     assert guarded.manifest.metrics["stopped_by_guard"] == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -29,14 +30,16 @@ def test_what_a_killed_process_left_goes_with_the_next_writing(tmp_path: Path) -
     done = subprocess.run([sys.executable, "-c", _KILLED, str(path)], check=False)
     assert done.returncode == -9
     assert path.read_text() == "first" and len(list(tmp_path.iterdir())) == 2
-    # What another process writes at this moment, or what is another file's, is left alone.
+    # What another process writes at this moment, here or on another host where that number is
+    # somebody else, or what is another file's, is left alone.
     (left,) = (file for file in tmp_path.iterdir() if file != path)
     alive = left.with_name(left.name.replace(left.name.split(".")[-2], str(os.getppid())))
+    away = left.with_name(left.name.replace(socket.gethostname(), "host-elsewhere"))
     other = tmp_path / left.name.replace("summary", "other")
-    alive.write_text(""), other.write_text("")
+    alive.write_text(""), away.write_text(""), other.write_text("")
     write_whole(path, "second")
     assert path.read_text() == "second"
-    assert set(tmp_path.iterdir()) == {path, alive, other}
+    assert set(tmp_path.iterdir()) == {path, alive, away, other}
 
 
 def test_writing_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

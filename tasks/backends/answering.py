@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Protocol, TypeVar
 
 from tasks.backends.chat_endpoint import ChatEndpoint, ChatRequest
@@ -302,6 +303,31 @@ class EndpointAnswerer:
                 "an answer to each",
                 "run again: only what is missing is asked again",
             )
+
+
+class LateAnswerer:
+    """A model whose server is started for the first prompt: where nothing is missing, none is."""
+
+    draws_together = False
+
+    def __init__(self, start: Callable[[], Answerer]) -> None:
+        self._start = start
+
+    @cached_property
+    def _started(self) -> Answerer:
+        return self._start()
+
+    def answer(
+        self, asked: Sequence[Asked], seed: int, done: Callable[[Asked, Said], None]
+    ) -> None:
+        """Answer as the server does."""
+        self._started.answer(asked, seed, done)
+
+    def converse(
+        self, questions: Sequence[Question], plan: AnswerPlan, done: Callable[[Answered], None]
+    ) -> None:
+        """Answer as the server does."""
+        self._started.converse(questions, plan, done)
 
 
 def opening(question: Question) -> Prompt:

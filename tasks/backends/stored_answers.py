@@ -8,6 +8,7 @@ from typing import Any
 
 from tasks.backends.answering import Answered, Answerer, AnswerPlan, Asked, Said
 from tasks.backends.speaking import Prompt
+from tasks.context import RunLog
 from tasks.data.line_store import LineStore
 from tasks.data.questions import Question
 
@@ -67,6 +68,27 @@ def answer_prompts(
     if asked:
         answerer.answer(asked, plan.seed, take)
     return [found[index] for index in range(len(prompts))]
+
+
+class ResponseCount:
+    """Tells how many responses of all models are there; stored ones count when their model is
+    through."""
+
+    def __init__(self, log: RunLog, per_model: int, n_models: int) -> None:
+        self._log, self._per_model, self._total = log, per_model, per_model * n_models
+        self._done = self._limit = 0
+        self._name = ""
+
+    def begin(self, index: int, name: str) -> None:
+        """Go on with a model, by its place."""
+        self._done, self._limit = index * self._per_model, (index + 1) * self._per_model
+        self._name = name
+        self(0)
+
+    def __call__(self, n_new: int) -> None:
+        """Count new responses."""
+        self._done = min(self._done + n_new, self._limit, self._total)
+        self._log.progress(self._done, self._total, f"answers, {self._name}")
 
 
 def _row(name: str, key: int, said: Sequence[Said], tstamp: float) -> dict[str, Any]:

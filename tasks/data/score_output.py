@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,6 +12,7 @@ import pyarrow.parquet as pq
 
 from tasks.data.score_files import ERROR_FIELD, FileRow, ScoreFile
 from tasks.errors import ConfigError, DataError, MissingInputError
+from tasks.whole_file import appearing
 
 JSONL: Final = ".jsonl"
 PARQUET: Final = ".parquet"
@@ -64,27 +63,14 @@ def write_scored(output: Path, file: ScoreFile, scored: Iterable[tuple[FileRow, 
     if output.suffix == PARQUET:
         table = _original_table(file)
         added = [extra for _, extra in scored]
-        with _appearing(output) as temporary:
+        with appearing(output) as temporary:
             pq.write_table(_with_columns(table, added), temporary, compression="zstd")
         return
     if file.schema is not None:
         _check_json_columns(file.schema)
-    with _appearing(output) as temporary, temporary.open("wb") as handle:
+    with appearing(output) as temporary, temporary.open("wb") as handle:
         for row, extra in scored:
             handle.write(_json_line({**row.fields, **extra}))
-
-
-@contextmanager
-def _appearing(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling, which takes the final name on a clean exit only."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _json_line(row: Mapping[str, Any]) -> bytes:

@@ -10,7 +10,6 @@ uninformative.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from tasks.demo.vocabulary import (
     Kind,
 )
 from tasks.errors import ConfigError
+from tasks.whole_file import appearing
 
 __all__ = [
     "MAX_PAIRS",
@@ -82,16 +82,11 @@ def write_json_lines(path: str | Path, rows: Iterable[Mapping[str, object]]) -> 
     """Write one JSON object a line; the file appears whole or not at all."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as stream:
-            stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with (
+        appearing(target) as temporary,
+        temporary.open("w", encoding="utf-8", newline="\n") as stream,
+    ):
+        stream.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return target
 
 

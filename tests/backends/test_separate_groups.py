@@ -6,13 +6,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from policy_runs import before_windows, fail_at, tags_of, weights_of
 
 from flows.doctor import examine
 from flows.offline_ppo import train_offline_ppo
@@ -25,10 +25,9 @@ from tasks.backends.cluster import make_room
 from tasks.backends.placement import release, reserve
 from tasks.backends.ppo_batches import ACTOR, CRITIC
 from tasks.backends.roles import HostSpec
-from tasks.config import OfflinePPOConfig, PipelineConfig, RuntimeConfig, TrackingConfig
+from tasks.config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
 from tasks.errors import ClusterError
 from tasks.loading_config import load_config, merge
-from tasks.tracking import connect
 from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.slow
@@ -46,8 +45,6 @@ CHANGES = {
 CUT_AT_STEP = 4
 # A loss that waits for another gives up after this long.
 MEETING_SECONDS = 30.0
-
-Act = Callable[[ppo_loop.PPOLoop], None]
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +66,7 @@ def train(preferences: str, base: str) -> Any:
 @pytest.fixture(scope="module")
 def weights(train: Any) -> bytes:
     """Those of an undisturbed run whose roles share one group."""
-    return _bytes(train("colocated"))
-
-
-def _bytes(policy: PolicyCheckpoint) -> bytes:
-    return (policy.model_dir / "model.safetensors").read_bytes()
-
-
-def _tags(policy: PolicyCheckpoint) -> dict[str, str]:
-    tracker = connect(TrackingConfig(), Workspace.from_environment())
-    assert policy.manifest.mlflow_run_id is not None
-    return dict(tracker.read_run(policy.manifest.mlflow_run_id).tags)
+    return weights_of(train("colocated"))
 
 
 def _placements(loop: ppo_loop.PPOLoop) -> list[set[str]]:
@@ -97,31 +84,16 @@ def _placements(loop: ppo_loop.PPOLoop) -> list[set[str]]:
     return found
 
 
-def _before_windows(monkeypatch: pytest.MonkeyPatch, action: Act) -> None:
-    window = ppo_loop.PPOLoop._window
-
-    def disturbed(loop: ppo_loop.PPOLoop) -> None:
-        action(loop)
-        window(loop)
-
-    monkeypatch.setattr(ppo_loop.PPOLoop, "_window", disturbed)
-
-
-def _fail_at_cut(loop: ppo_loop.PPOLoop) -> None:
-    if loop.state.step == CUT_AT_STEP:
-        raise RuntimeError("the power went")
-
-
 def _goes_on(
     train: Any, placements: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> PolicyCheckpoint:
     """Train in one placement until the power goes, and in the other one from there."""
     with monkeypatch.context() as patch:
-        _before_windows(patch, _fail_at_cut)
+        before_windows(patch, partial(fail_at, CUT_AT_STEP))
         with pytest.raises(RuntimeError, match="the power went"):
             train(placements[0])
     policy: PolicyCheckpoint = train(placements[1])
-    assert _tags(policy)["event.resumed"] == f"continuing from step {CUT_AT_STEP} of 6"
+    assert tags_of(policy)["event.resumed"] == f"continuing from step {CUT_AT_STEP} of 6"
     return policy
 
 
@@ -131,7 +103,7 @@ def _goes_on(
 def test_a_checkpoint_of_colocated_roles_goes_on_in_separate_groups(
     train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _bytes(_goes_on(train, ("colocated", "separate"), monkeypatch)) == weights
+    assert weights_of(_goes_on(train, ("colocated", "separate"), monkeypatch)) == weights
 
 
 def _meet(directory: Path, own: str, other: str, loss_fn: Any, **kwargs: Any) -> Any:
@@ -169,7 +141,7 @@ def test_two_groups_take_their_steps_at_the_same_time_and_change_no_bit(
         roles.append({role: groups.index(loop.session._of(role)) for role in loop.session.specs})
         _let_meet(loop, tmp_path)
 
-    _before_windows(monkeypatch, look)
+    before_windows(monkeypatch, look)
     policy = train("separate")
     assert len(seen) == 3
     for first, second in seen:
@@ -177,7 +149,7 @@ def test_two_groups_take_their_steps_at_the_same_time_and_change_no_bit(
         assert first.isdisjoint(second)
     assert roles[0] == {ACTOR: 0, CRITIC: 1, "reference": 1, "reward-preference-0": 1}
     assert {path.name for path in tmp_path.iterdir()} == {ACTOR, CRITIC}
-    assert _bytes(policy) == weights
+    assert weights_of(policy) == weights
 
 
 def test_a_dead_worker_of_one_group_is_replaced_and_changes_no_bit(
@@ -190,20 +162,20 @@ def test_a_dead_worker_of_one_group_is_replaced_and_changes_no_bit(
             kills.pop()
             os.kill(loop.session._of(CRITIC).resources()[0]["pid"], signal.SIGKILL)
 
-    _before_windows(monkeypatch, kill_once)
+    before_windows(monkeypatch, kill_once)
     policy = train("separate", max_restarts=1)
     assert not kills
-    tags = _tags(policy)
+    tags = tags_of(policy)
     group = "(critic, reward-preference-0, reference)"
     assert tags["event.restart"].startswith(f"1 of 1: Rank 0 of 1 {group} died")
     assert tags["event.resumed"] == f"continuing from step {CUT_AT_STEP} of 6"
-    assert _bytes(policy) == weights
+    assert weights_of(policy) == weights
 
 
 def test_a_checkpoint_of_separate_groups_goes_on_with_colocated_roles(
     train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert _bytes(_goes_on(train, ("separate", "colocated"), monkeypatch)) == weights
+    assert weights_of(_goes_on(train, ("separate", "colocated"), monkeypatch)) == weights
 
 
 def _less(runtime: dict[str, Any]) -> RuntimeConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from policy_runs import before_windows, tags_of, weights_of
 from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
@@ -20,11 +21,9 @@ from tasks.backends import ppo_loop, session
 from tasks.backends.cluster import cluster_session, connect, disconnect
 from tasks.backends.placement import release, reserve
 from tasks.backends.roles import HostSpec, RoleSpec, Row
-from tasks.config import OfflinePPOConfig, RuntimeConfig, TrackingConfig
+from tasks.config import OfflinePPOConfig, RuntimeConfig
 from tasks.errors import ClusterError, WorkerLostError
 from tasks.loading_config import find_config, load_config, merge
-from tasks.tracking import connect as connect_tracker
-from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.long
 
@@ -94,25 +93,18 @@ def _disturb(
     monkeypatch: pytest.MonkeyPatch, action: Callable[[ppo_loop.PPOLoop], None]
 ) -> list[list[str]]:
     """Do something once in the middle of training; return where the ranks ran in each window."""
-    window, seen = ppo_loop.PPOLoop._window, []
+    seen: list[list[str]] = []
     is_done = False
 
-    def disturbed(loop: ppo_loop.PPOLoop) -> None:
+    def once(loop: ppo_loop.PPOLoop) -> None:
         nonlocal is_done
         seen.append(_homes(loop.session.groups[0]))
         if loop.state.step == LOST_AT_STEP and not is_done:
             is_done = True
             action(loop)
-        window(loop)
 
-    monkeypatch.setattr(ppo_loop.PPOLoop, "_window", disturbed)
+    before_windows(monkeypatch, once)
     return seen
-
-
-def _tags(policy: PolicyCheckpoint) -> dict[str, str]:
-    tracker = connect_tracker(TrackingConfig(), Workspace.from_environment())
-    assert policy.manifest.mlflow_run_id is not None
-    return dict(tracker.read_run(policy.manifest.mlflow_run_id).tags)
 
 
 def test_the_packaged_two_node_config_puts_half_its_ranks_on_each_node(
@@ -157,11 +149,10 @@ def test_training_goes_on_without_a_lost_node(
     assert [len(set(homes)) for homes in seen] == [2, 2, 1, 1]
     (left,) = nodes.worker_nodes
     assert set(seen[-1]) == {left.node_id}
-    tags = _tags(disturbed)
+    tags = tags_of(disturbed)
     assert tags["event.restart"].startswith("1 of 1 on 1 of 2 nodes: Rank 0 of 2 died")
     assert tags["event.resumed"] == f"continuing from step {LOST_AT_STEP} of 6"
-    models = [found.model_dir / "model.safetensors" for found in (disturbed, policy)]
-    assert models[0].read_bytes() == models[1].read_bytes()
+    assert weights_of(disturbed) == weights_of(policy)
 
 
 def test_too_few_nodes_are_told_with_what_each_has(nodes: Cluster, train: Any) -> None:
@@ -205,10 +196,9 @@ def test_the_policy_moves_in_with_the_others_when_its_node_is_lost(
     disturbed = train(runtime={"nodes": 1, "placement": "separate"}, max_restarts=1)
     first, second = seen
     assert len(first) == len(second) == 1 and first.isdisjoint(second)
-    restart = _tags(disturbed)["event.restart"]
+    restart = tags_of(disturbed)["event.restart"]
     assert restart.startswith("1 of 1 in 1 of 2 groups: Rank 0, 1 of 2 (actor) died")
-    models = [found.model_dir / "model.safetensors" for found in (disturbed, policy)]
-    assert models[0].read_bytes() == models[1].read_bytes()
+    assert weights_of(disturbed) == weights_of(policy)
 
 
 def test_a_node_that_is_low_on_memory_is_told_in_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -37,9 +38,16 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 768 MiB in memory."""
     disk = tmp_path / "disk"
     disk.mkdir()
+    if shutil.which("mount") is None:
+        pytest.skip("no program `mount` on the path: a small file system is made with it")
     command = ["mount", "-t", "tmpfs", "-o", "size=768m", "tmpfs", str(disk)]
-    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("a file system cannot be mounted here (it needs root, and the right to mount)")
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        why = done.stderr.partition("\n")[0]
+        pytest.skip(
+            f"user {os.geteuid()} may not mount a file system here, which takes root and, in a "
+            f"container, the capability SYS_ADMIN: {why}"
+        )
     try:
         yield disk
     finally:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from conftest import SMALL_CHAIN
 from ray.cluster_utils import Cluster
-from service_client import Services, wait_for
+from service_client import CHAIN, SERVICES, Services, wait_for
 
 from flows.monitor import StageOutcome
 from flows.stages import STAGE_SPECS
@@ -25,8 +25,6 @@ from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.endurance
 
-CHAIN = "rlhf-pipeline/nightly"
-SERVICES = ("prefect", "mlflow", "worker")
 # Seeds that differ from the config's 0. Some chains go back to what an older chain made: the newest
 # artefact of a stage would be a wrong upstream for them.
 SEEDS: tuple[dict[str, int], ...] = (
@@ -114,13 +112,8 @@ def lasting_cluster() -> Iterator[Cluster]:
 def services(tmp_path: Path) -> Iterator[Services]:
     config = tmp_path / "config.yaml"
     config.write_text(f"extends: {SMALL_CHAIN}\nname: ten\n")
-    made = Services(tmp_path / "home", config)
-    try:
-        made.up()
-        made.pause_schedules()
+    with Services(tmp_path / "home", config).running() as made:
         yield made
-    finally:
-        made.rlhf("down", code=None)
 
 
 def _parameters(chain: int, address: str) -> dict[str, Any]:
@@ -146,7 +139,7 @@ def _run_all(services: Services, lasting_cluster: Cluster) -> tuple[list[str], l
             wait_for(lambda: bool(_busy_workers()), 900)  # it does work there
         for flow_run in flow_runs[len(footprints) :]:
             services.completed(flow_run, 1800)
-        wait_for(lambda: not psutil.Process(services.pid("worker")).children(), 60)
+        services.wait_idle()
         wait_for(lambda: not _busy_workers(), 60, lambda: str(_busy_workers()))
         assert services.processes("raylet") == services.processes("ray::") == []
         footprints += [_footprint(services)] * (len(flow_runs) - len(footprints))

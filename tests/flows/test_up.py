@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from service_client import FINAL, ROOT, Services, wait_for
+from service_client import CHAIN, FINAL, ROOT, SERVICES, Services, wait_for
 
 from tasks.config import STAGES
 
 pytestmark = pytest.mark.endurance
 
-CHAIN = "rlhf-pipeline/nightly"
 # Long enough to be killed in the middle of sft; checkpoints come every second or so.
 CONFIG = """\
 extends: {small_chain}
@@ -38,13 +36,8 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     directory = tmp_path_factory.mktemp("up")
     config = directory / "config.yaml"
     config.write_text(CONFIG.format(small_chain=ROOT / "tests" / "backends" / "small_chain.yaml"))
-    made = Services(directory / "home", config)
-    try:
-        made.up()
-        made.pause_schedules()
+    with Services(directory / "home", config).running() as made:
         yield made
-    finally:
-        made.rlhf("down", code=None)
 
 
 def _deep(run: dict[str, Any]) -> tuple[str, str]:
@@ -52,7 +45,7 @@ def _deep(run: dict[str, Any]) -> tuple[str, str]:
 
 
 def test_everything_runs_and_a_second_up_changes_nothing(services: Services) -> None:
-    pids = {name: services.pid(name) for name in ("prefect", "mlflow", "worker")}
+    pids = {name: services.pid(name) for name in SERVICES}
     text = services.up()
     assert {name: services.pid(name) for name in pids} == pids
     assert services.api.removesuffix("/api") in text and services.mlflow in text
@@ -215,7 +208,7 @@ def _need_dataset(services: Services) -> None:
 
 
 def _start_training(services: Services, deployment: str = CHAIN, **cfg: Any) -> str:
-    wait_for(lambda: not psutil.Process(services.pid("worker")).children(), 60)
+    services.wait_idle()
     if deployment != CHAIN:
         _need_dataset(services)
     earlier = _checkpoints(services)
