@@ -29,9 +29,9 @@ CHAIN = load_config(CONFIG)
 REUSE = RunOptions(reuse=True)
 # So few that there is time to kill the run between the first file of labels and the last.
 ROWS_PER_PART = 4
-STEPS = 60  # four passes over 230 responses, 16 at a time
+STEPS = 60  # of the 72 that five passes over 230 responses take, 16 at a time
 OVERRIDES = [
-    "distill.epochs=4",
+    "distill.epochs=5",
     f"distill.max_steps={STEPS}",
     "distill.data=all",
     "distill.report.prompts=0",
