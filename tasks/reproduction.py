@@ -14,7 +14,9 @@ from tasks.artifacts import Manifest
 
 FileStatus = Literal["equal", "equal but for times", "different", "missing", "new"]
 # When something happened, and how long it took, is no result.
-_TIME: Final = re.compile(r"\b(tstamp|seconds|tokens_per_second|time_share_\w+)\b")
+_TIME: Final = re.compile(
+    r"\b(tstamp|seconds|(\w+_)?tokens_per_second|time_share_\w+|tokens a second)\b"
+)
 _JSON: Final = (".json", ".jsonl")
 _PAGES: Final = (".md", ".html")
 UNKNOWN: Final = "unknown"
@@ -92,7 +94,8 @@ def _without_times(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_times(v) for k, v in value.items() if not _TIME.fullmatch(k)}
     if isinstance(value, list):
-        return [_without_times(entry) for entry in value]
+        sentences = [e for e in value if not (isinstance(e, str) and _TIME.search(e))]
+        return [_without_times(entry) for entry in sentences]
     return value
 
 

@@ -53,6 +53,10 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "gone.bin": "a",
         "times.jsonl": _lines({"x": 1, "tstamp": 1.0}, {"y": [{"tstamp": 2.0, "z": 1}]}),
         "answers.jsonl": _lines({"x": 1, "tstamp": 1.0}),
+        "report.json": _lines(
+            {"said": ["It won.", "3 tokens a second."], "a_tokens_per_second": 3}
+        ),
+        "lost.json": _lines({"said": ["It won.", "3 tokens a second."], "a_tokens": 3}),
         "report.md": "| a | 1 |\n| tokens\\_per\\_second | 5 |\n",
         "page.md": "| time\\_share\\_other | 5 |\n| a | 1 |\n",
     }
@@ -62,6 +66,10 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "new.bin": "a",
         "times.jsonl": _lines({"x": 1, "tstamp": 9.0}, {"y": [{"tstamp": 8.0, "z": 1}]}),
         "answers.jsonl": _lines({"x": 2, "tstamp": 9.0}),
+        "report.json": _lines(
+            {"said": ["It won.", "4 tokens a second."], "a_tokens_per_second": 4}
+        ),
+        "lost.json": _lines({"said": ["It lost.", "4 tokens a second."], "a_tokens": 3}),
         "report.md": "| a | 1 |\n| tokens\\_per\\_second | 6 |\n",
         "page.md": "| time\\_share\\_other | 6 |\n| a | 2 |\n",
     }
@@ -76,6 +84,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "new.bin": "new",
         "times.jsonl": "equal but for times",
         "answers.jsonl": "different",
+        "report.json": "equal but for times",
+        "lost.json": "different",
         "report.md": "equal but for times",
         "page.md": "different",
     }
@@ -85,8 +95,10 @@ def test_status_of_every_file(tmp_path: Path) -> None:
 
 
 def test_figures_are_compared_to_the_last_bit(tmp_path: Path) -> None:
-    first = _artefact(tmp_path / "a", {}, accuracy=0.1 + 0.2, loss=1.0, tokens_per_second=1.0)
-    repeat = _artefact(tmp_path / "b", {}, accuracy=0.3, loss=1.0, tokens_per_second=2.0)
+    speeds = {"tokens_per_second": 1.0, "base_tokens_per_second": 1.0}
+    first = _artefact(tmp_path / "a", {}, accuracy=0.1 + 0.2, loss=1.0, **speeds)
+    speeds = {"tokens_per_second": 2.0, "base_tokens_per_second": 2.0}
+    repeat = _artefact(tmp_path / "b", {}, accuracy=0.3, loss=1.0, **speeds)
     (found,) = compare_figures(first, repeat)
     assert (found.name, found.first, found.repeat) == ("accuracy", "0.30000000000000004", "0.3")
 
