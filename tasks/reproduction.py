@@ -63,7 +63,7 @@ def compare_files(
     """Return the status of every payload file, by the hashes of both manifests.
 
     JSON files and pages with other hashes are read, where the first artefact is still there, to see
-    whether only their times differ.
+    whether only their times differ, and the id of the run that a page says it is of.
     """
     statuses: dict[str, FileStatus] = {}
     for name in sorted({*first.files, *repeat.files}):
@@ -73,16 +73,19 @@ def compare_files(
         elif ours.sha256 == theirs.sha256:
             statuses[name] = "equal"
         elif name.endswith(_JSON + _PAGES) and (first_dir / name).is_file():
-            is_same = _timeless(first_dir / name) == _timeless(repeat_dir / name)
+            before = _timeless(first_dir / name, first.mlflow_run_id)
+            is_same = before == _timeless(repeat_dir / name, repeat.mlflow_run_id)
             statuses[name] = "equal but for times" if is_same else "different"
         else:
             statuses[name] = "different"
     return statuses
 
 
-def _timeless(path: Path) -> list[Any]:
-    """Return the content of a JSON file or a page without what says when or how fast."""
+def _timeless(path: Path, run_id: str | None) -> list[Any]:
+    """Return the content of a JSON file or a page without what says when, how fast or which run."""
     text = path.read_text(encoding="utf-8")
+    if run_id:
+        text = text.replace(run_id, "this run")
     if path.suffix in _PAGES:
         # Markdown escapes the underscores of a name.
         return [line for line in text.splitlines() if not _TIME.search(line.replace("\\", ""))]

@@ -36,7 +36,7 @@ def _artefact(directory: Path, files: dict[str, str], **metrics: float) -> Manif
         renderer_fingerprint=None,
         package_versions={},
         git_commit=None,
-        mlflow_run_id=None,
+        mlflow_run_id=f"run-{directory.name}",
         prefect_flow_run_id=None,
         files=entries,
     )
@@ -59,6 +59,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "lost.json": _lines({"said": ["It won.", "3 tokens a second."], "a_tokens": 3}),
         "report.md": "| a | 1 |\n| tokens\\_per\\_second | 5 |\n",
         "page.md": "| time\\_share\\_other | 5 |\n| a | 1 |\n",
+        "card.md": "| run-a |\n",
+        "parent.md": "| run-c |\n",
     }
     theirs = {
         "same.bin": "a",
@@ -72,6 +74,8 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "lost.json": _lines({"said": ["It lost.", "4 tokens a second."], "a_tokens": 3}),
         "report.md": "| a | 1 |\n| tokens\\_per\\_second | 6 |\n",
         "page.md": "| time\\_share\\_other | 6 |\n| a | 2 |\n",
+        "card.md": "| run-b |\n",
+        "parent.md": "| run-d |\n",
     }
     first, repeat = (
         _artefact(tmp_path / name, files) for name, files in (("a", ours), ("b", theirs))
@@ -88,6 +92,9 @@ def test_status_of_every_file(tmp_path: Path) -> None:
         "lost.json": "different",
         "report.md": "equal but for times",
         "page.md": "different",
+        # A page names the run that it is of; another upstream run is a difference.
+        "card.md": "equal but for times",
+        "parent.md": "different",
     }
     # Without the first artefact's files the hashes have to do.
     blind = compare_files(first, repeat, tmp_path / "gone", tmp_path / "b")
