@@ -10,13 +10,15 @@ import threading
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from tasks.backends import placement, worker_logs
 from tasks.backends.roles import HostSpec
 from tasks.config import RuntimeConfig
 from tasks.errors import ClusterError
 
+_CLUSTER_ID_METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
+_ANSWER_SECONDS: Final = 10.0
 _OBJECT_STORE_BYTES = 512 * 2**20
 PLATFORM_MODULE = "tasks.backends.verl_platform"
 
@@ -147,7 +149,7 @@ def connect(runtime: RuntimeConfig, n_ranks: int | None = None) -> None:
     """
     address = runtime.ray_address
     if address is not None:
-        _use_token()
+        _use_token(address)
     import ray
 
     if ray.is_initialized():
@@ -202,13 +204,36 @@ def _own_signal_handler() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _use_token() -> None:
-    """Send this user's token to the cluster: Ray 2.60 asks for one but sends none unasked."""
+def _use_token(address: str) -> None:
+    """Send this user's token to a cluster that asks for one: Ray 2.60 sends none unasked.
+
+    Where it is sent it is demanded, too: a cluster without tokens, which is not let in to ask about
+    the actors of this process, takes it for dead and ends them.
+    """
     has_token = (Path.home() / ".ray" / "auth_token").is_file() or any(
         name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
     )
-    if has_token:
+    if has_token and asks_for_token(address):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def asks_for_token(address: str) -> bool:
+    """Tell whether a cluster refuses who has no token; True where that cannot be found out.
+
+    Asked before Ray is imported, which reads once whether to use tokens.
+    """
+    if address in ("auto", "local") or "://" in address:
+        return True
+    import grpc
+
+    with grpc.insecure_channel(address) as channel:
+        # A message without fields is empty.
+        ask = channel.unary_unary(_CLUSTER_ID_METHOD, bytes, bytes)
+        try:
+            ask(b"", timeout=_ANSWER_SECONDS)
+        except grpc.RpcError:
+            return True
+    return False
 
 
 def _has_gpu(address: str | None) -> bool:
