@@ -23,7 +23,7 @@ from tasks.data.score_files import ERROR_FIELD, FileRow, Kind, ScoreFile, open_s
 from tasks.data.score_output import Added, check_output, default_output, write_scored
 from tasks.data.score_summary import ScoreTally, rewardbench_sections
 from tasks.errors import ConfigError, DataError
-from tasks.loading_config import merge
+from tasks.loading_config import NOT_YAML, merge
 from tasks.progress import ProgressDisplay
 from tasks.workspace import Workspace
 
@@ -167,7 +167,8 @@ def overridden(recorded: RuntimeConfig, overrides: Sequence[str]) -> RuntimeConf
         try:
             tree = merge(tree, {key: yaml.safe_load(text)})
             RuntimeConfig.model_validate(tree)
-        except (ValidationError, yaml.YAMLError) as error:
+        # A validation error is a ValueError, too.
+        except NOT_YAML as error:
             known = ", ".join(RuntimeConfig.model_fields)
             raise ConfigError(
                 f"-o {override} cannot be used: {_first_line(error)}",
@@ -177,7 +178,7 @@ def overridden(recorded: RuntimeConfig, overrides: Sequence[str]) -> RuntimeConf
     return RuntimeConfig.model_validate(tree)
 
 
-def _first_line(error: ValidationError | yaml.YAMLError) -> str:
+def _first_line(error: Exception) -> str:
     return message_of(error.errors()[0]) if isinstance(error, ValidationError) else "it is not YAML"
 
 

@@ -1,13 +1,14 @@
 """One run at a time of a stage with one fingerprint: two would share a checkpoint directory.
 
-The kernel frees the lock with the process, so a killed run does not block the next one. Some file
-systems that hosts share keep such locks to one host: there the record in the file counts too.
+The kernel frees the lock with the process, on a shared file system too, so a killed run does not
+block the next one. Where such locks are kept to one host the record in the file counts, too.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,10 +24,14 @@ from tasks.errors import WorkspaceError
 from tasks.provenance import process_name
 from tasks.workspace import Workspace
 
-# No other host sees their files, whatever name this one had when it wrote them.
-_LOCAL_TYPES: Final = frozenset(
-    ("apfs", "bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
+# Mount options, of NFS and Lustre, by which a host keeps flock to itself.
+_LOCKS_OF_ONE_HOST: Final = frozenset(
+    ("nolock", "local_lock=flock", "local_lock=all", "localflock")
 )
+
+
+# Of seconds since 1970; anything longer is no time.
+_SECONDS: Final = re.compile(r"[0-9]{1,11}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Holder:
         pid, _, created = pid.partition(":")
         if not pid:
             return None
-        return cls("".join(host), pid, float(created) if created.isdigit() else None)
+        return cls("".join(host), pid, float(created) if _SECONDS.fullmatch(created) else None)
 
     @property
     def is_elsewhere(self) -> bool:
@@ -70,48 +75,55 @@ def exclusive(workspace: Workspace, stage: Stage, fingerprint: str) -> Iterator[
     """Hold a stage's lock for the block.
 
     Raises:
-        WorkspaceError: another process has it, or had it on another host and did not end well.
+        WorkspaceError: another process has it, or had it on another host and did not end well; or
+            the file system keeps no locks.
     """
     directory = workspace.cache_dir / "locks"
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{stage}-{fingerprint[:16]}"
-    with file.open("a+") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise _held(stage, Holder.read(handle), file) from error
+    with file.open("a+", encoding="utf-8", errors="replace") as handle:
+        _lock(stage, handle, file)
         holder = Holder.read(handle)
-        if holder is not None and holder.is_elsewhere and not _is_local(file):
-            raise _held(stage, holder, file)
-        handle.truncate(0)
-        handle.write(f"{socket.gethostname()}:{process_name()}")
-        handle.flush()
-        # Other hosts are to see it now.
-        os.fsync(handle.fileno())
+        if holder is not None and holder.is_elsewhere and _is_kept_to_one_host(file):
+            fix = f"; if it no longer runs on {holder.host}, remove {file}"
+            raise _held(stage, holder, file, fix)
         try:
+            handle.truncate(0)
+            handle.write(f"{socket.gethostname()}:{process_name()}")
+            handle.flush()
+            # Other hosts are to see it now.
+            os.fsync(handle.fileno())
             yield
         finally:
             handle.truncate(0)
 
 
-def _held(stage: Stage, holder: Holder | None, file: Path) -> WorkspaceError:
-    fix = (
-        "wait until it is done and start this run again, which reuses its result;"
-        " or end that process"
-    )
-    if holder is not None and holder.is_elsewhere:
-        fix += f"; if it no longer runs on {holder.host}, remove {file}"
+def _lock(stage: Stage, handle: TextIO, file: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise _held(stage, Holder.read(handle), file) from error
+    except OSError as error:
+        raise WorkspaceError(
+            f"{file} cannot be locked: {error.strerror or error}",
+            "a file system that keeps locks",
+            "mount it with locks, or choose another RLHF_HOME",
+        ) from error
+
+
+def _held(stage: Stage, holder: Holder | None, file: Path, fix: str = "") -> WorkspaceError:
     return WorkspaceError(
         f"Stage {stage} with this config is running in {holder or 'another process'} ({file})",
         "one run at a time",
-        fix,
+        "wait until it is done and start this run again, which reuses its result;"
+        " or end that process" + fix,
     )
 
 
-def _is_local(file: Path) -> bool:
-    """Tell whether a file lies where no other host can see it."""
+def _is_kept_to_one_host(file: Path) -> bool:
+    """Tell whether a lock on this file says nothing about other hosts that see it."""
     path = file.resolve()
     mounts = [m for m in psutil.disk_partitions(all=True) if path.is_relative_to(m.mountpoint)]
     # Of two at the same place the later one counts.
     mounts.sort(key=lambda mount: len(mount.mountpoint))
-    return bool(mounts) and mounts[-1].fstype in _LOCAL_TYPES
+    return bool(mounts) and not _LOCKS_OF_ONE_HOST.isdisjoint(mounts[-1].opts.split(","))

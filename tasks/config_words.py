@@ -45,8 +45,7 @@ def message_of(detail: ErrorDetails, default: object = None) -> str:
     if message is None:
         return _PYTHON_WORD.sub(lambda word: _WORDS[word[0]], detail["msg"])
     if message is _LIST:
-        example = default if _is_plain_list(default) else [value] if _is_plain(value) else None
-        return message if example is None else f"{message}, for instance {_flow(example)}"
+        return f"{message}, for instance {_flow(default)}" if _is_plain_list(default) else message
     if message is _TEXT and value is not None and _is_plain(value):
         return f"{message}; put it in quotes"
     return message

@@ -18,6 +18,8 @@ from tasks.config import STAGES, PipelineConfig, Stage
 from tasks.config_words import kind_of, message_of, shown
 from tasks.errors import ConfigError, MissingInputError
 
+# The parser checks no values: a date that is none, and a tag with the wrong value, end in others.
+NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
 SHARED_KEYS = ("seed", "runtime", "rendering")
 EXTENDS = "extends"
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -211,7 +213,7 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[Location, int]]:
         raise ConfigError(f"{path}, {error.found}", error.expected, error.fix) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text", "a YAML file", "save it as UTF-8") from error
-    except yaml.YAMLError as error:
+    except NOT_YAML as error:
         raise ConfigError(
             f"{path} is not YAML: {_one_line(error)}", "valid YAML", "correct that line"
         ) from error
@@ -224,8 +226,8 @@ def _read_yaml(path: Path) -> tuple[Tree, dict[Location, int]]:
     return loaded, lines
 
 
-def _one_line(error: yaml.YAMLError) -> str:
-    return " ".join(str(error).split())
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{error}".split()) or type(error).__name__
 
 
 def _key_lines(node: yaml.Node | None, at: Location = ()) -> Iterable[tuple[Location, int]]:
@@ -249,7 +251,7 @@ def _apply_override(tree: Tree, override: str) -> Location:
         )
     try:
         value = yaml.load(text, _UniqueKeyLoader)
-    except (yaml.YAMLError, ConfigError) as error:
+    except (*NOT_YAML, ConfigError) as error:
         raise ConfigError(
             f"The value of override {override!r} is not YAML", "a number, text or list", "quote it"
         ) from error

@@ -23,5 +23,6 @@ def bypass_proxies() -> None:
     for name in _NAMES:
         value = given.get(name, next(iter(given.values()), ""))
         hosts = [host.strip() for host in value.split(",") if host.strip()]
-        if "*" not in hosts:
+        # Alone it means all; in a list most clients take no notice of it.
+        if hosts != ["*"]:
             os.environ[name] = ",".join([*hosts, *(host for host in HOSTS if host not in hosts)])

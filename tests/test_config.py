@@ -138,7 +138,7 @@ def test_wrong_value_is_named(write: Write, text: str, expected: tuple[str, ...]
             "Input should be a list, for instance [vllm, serve], got 'vllm'",
         ),
         # By default it is empty.
-        ("ingest.sources=a.jsonl", "Input should be a list, for instance [a.jsonl], got 'a.jsonl'"),
+        ("ingest.sources=a.jsonl", "Input should be a list, got 'a.jsonl'"),
         ("ingest.sources={a: b}", "Input should be a list"),
         ("sft.optimizer.betas=null", "Input should be a list, for instance [0.9, 0.999], got null"),
         ("evaluate.answers.served=[a]", "a mapping, such as {key: value}, got [a]"),
@@ -164,6 +164,11 @@ def test_wrong_type_is_told_in_the_words_of_yaml(
     ("text", "expected"),
     [
         ("sft: [\n", "is not YAML"),
+        ("name: 2020-99-99\n", "is not YAML: month must be"),
+        ("name: !!int x\n", "is not YAML"),
+        ("name: !!bool x\n", "is not YAML"),
+        ("name: !!timestamp x\n", "is not YAML"),
+        ("name: " + "[" * 5000, "is not YAML"),
         ("- a\n", "holds a list"),
         ("a\n", "holds text"),
         (

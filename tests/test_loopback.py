@@ -79,6 +79,7 @@ def test_every_client_reaches_this_machine(
             dict.fromkeys(["no_proxy", "NO_PROXY"], "a.b,localhost,127.0.0.1,::1"),
         ),
         ({"no_proxy": "a", "NO_PROXY": "b"}, {"no_proxy": f"a,{OURS}", "NO_PROXY": f"b,{OURS}"}),
+        ({"no_proxy": "*, a.b"}, dict.fromkeys(["no_proxy", "NO_PROXY"], f"*,a.b,{OURS}")),
         ({"NO_PROXY": "*"}, {"no_proxy": None, "NO_PROXY": "*"}),
     ],
 )

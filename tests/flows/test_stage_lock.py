@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -29,8 +30,8 @@ def lock(tmp_path: Path) -> Path:
     return path
 
 
-def _mounted_as(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = [SimpleNamespace(mountpoint=m, fstype=f) for m, f in (("/", kind), ("/proc", "proc"))]
+def _mounted_with(options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [SimpleNamespace(mountpoint=m, opts=o) for m, o in (("/", options), ("/proc", "rw"))]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: mounts)
 
 
@@ -45,7 +46,7 @@ def test_record_names_host_and_process_while_the_stage_runs(tmp_path: Path, lock
 def test_run_of_another_host_is_met_where_its_lock_is_not_seen(
     tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _mounted_as("nfs4", monkeypatch)
+    _mounted_with("rw,vers=3,nolock,addr=h", monkeypatch)
     lock.write_text(ELSEWHERE)
     with (
         pytest.raises(WorkspaceError) as caught,
@@ -61,19 +62,22 @@ def test_run_of_another_host_is_met_where_its_lock_is_not_seen(
 
 
 @pytest.mark.parametrize(
-    ("kind", "record"),
+    ("options", "record"),
     [
-        # The kernel knows: that host, a container for instance, had this very disk and is gone.
-        ("ext4", ELSEWHERE),
-        ("nfs4", f"{socket.gethostname()}:4242:1"),
+        # The kernel knows: that host, a container for instance, is gone, on its own disk or on one
+        # that hosts share with their locks.
+        ("rw,vers=4.2,local_lock=none", ELSEWHERE),
+        ("rw,nolock", f"{socket.gethostname()}:4242:1"),
         # An earlier version named no host; its lock is free.
-        ("nfs4", "4242"),
+        ("rw,nolock", "4242"),
+        ("rw,nolock", "\ufffd"),
+        ("rw", "host-elsewhere:1:99999999999999999999"),
     ],
 )
 def test_killed_run_does_not_block_the_next_one(
-    kind: str, record: str, tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, record: str, tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _mounted_as(kind, monkeypatch)
+    _mounted_with(options, monkeypatch)
     lock.write_text(record)
     with exclusive(Workspace(tmp_path), "sft", PRINT):
         assert lock.read_text().startswith(f"{socket.gethostname()}:{os.getpid()}:")
@@ -83,6 +87,7 @@ def test_killed_run_does_not_block_the_next_one(
     ("record", "named"),
     [
         (ELSEWHERE, "process 4242 on host host-elsewhere"),
+        ("h:1:99999999999999999999", "process 1 on host h ("),
         ("4242", "process 4242 ("),
         ("", "another process ("),
     ],
@@ -99,4 +104,32 @@ def test_lock_that_is_held_names_its_holder(
         ):
             pass
     assert f"Stage sft with this config is running in {named}" in str(caught.value)
-    assert ("remove" in str(caught.value)) == (record == ELSEWHERE)
+    # The kernel says that it is held, so the file is no leftover.
+    assert "remove" not in str(caught.value)
+
+
+def test_file_system_without_locks_is_named(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(handle: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with (
+        pytest.raises(WorkspaceError, match="cannot be locked: No locks available") as caught,
+        exclusive(Workspace(tmp_path), "sft", PRINT),
+    ):
+        pass
+    assert "running" not in str(caught.value)
+
+
+def test_record_that_cannot_be_written_is_not_left(
+    tmp_path: Path, lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="No space"), exclusive(Workspace(tmp_path), "sft", PRINT):
+        pass
+    assert lock.read_text() == ""
