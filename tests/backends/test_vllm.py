@@ -94,7 +94,7 @@ def _evaluated(upstreams: dict[str, Any], **answers: Any) -> EvalReport:
 def test_greedy_answers_are_those_of_transformers(
     upstreams: dict[str, Any], no_server_left: None
 ) -> None:
-    """Chat template, end of turn, limits and decoding are the same, for a policy and an adapter."""
+    """Chat template, end of turn, limits and decoding are the same, for a policy and a student."""
     here = _evaluated(upstreams)
     there = _evaluated(upstreams, backend="vllm", vllm=VLLM)
     for name in MODELS:
