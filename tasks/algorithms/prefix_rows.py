@@ -182,6 +182,7 @@ def prefix_mask_mod(segments: Tensor) -> MaskMod:
     """
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Tell whether queries see keys, by their places in the rows."""
         of_key = segments[batch, key]
         return (key <= query) & ((of_key == PROMPT) | (of_key == segments[batch, query]))
 
