@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 from chat_server import chat_server
+from student_runs import evaluation_inputs
 
-from flows.distill import distill
 from flows.evaluate import evaluate
-from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
-from flows.reward_model import train_reward_model
 from tasks.artifacts import EvalReport, PreferenceDataset, load_artifact
 from tasks.config import EvaluateConfig
 from tasks.data.hh import Message, Pair
@@ -31,22 +28,12 @@ from tasks.evaluate import _Asked, _HeldOutPrompts, _listen
 from tasks.loading_config import load_config, merge
 
 CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
-REUSE = RunOptions(reuse=True)
 MODELS = ("base", "policy", "student")
 
 
 @pytest.fixture(scope="module")
 def upstreams(preferences: str, base: str) -> dict[str, str]:
-    reward_model = train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
-    policy = train_offline_ppo(CHAIN.offline_ppo, preferences, reward_model, base, REUSE)
-    student = distill(CHAIN.distill, preferences, policy, base, reward_model, REUSE)
-    return {
-        "preferences": preferences,
-        "student": student,
-        "policy": policy,
-        "base": base,
-        "reward_model": reward_model,
-    }
+    return evaluation_inputs(CHAIN, preferences, base)
 
 
 @pytest.fixture(scope="module")

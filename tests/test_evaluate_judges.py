@@ -11,12 +11,9 @@ from typing import Any
 
 import pytest
 from chat_server import Act, ChatServer, chat_server
+from student_runs import evaluation_inputs
 
-from flows.distill import distill
 from flows.evaluate import evaluate
-from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
-from flows.reward_model import train_reward_model
 from flows.score_judgments import JudgmentRequest, score_judgments
 from tasks.artifacts import EvalReport, PolicyCheckpoint, load_artifact
 from tasks.config import EvaluateConfig
@@ -27,23 +24,13 @@ from tasks.loading_config import load_config, merge
 pytestmark = pytest.mark.slow
 
 CHAIN = load_config(Path(__file__).parent / "backends" / "small_chain.yaml")
-REUSE = RunOptions(reuse=True)
 MODELS = ("base", "policy", "student")
 Run = Callable[..., EvalReport]
 
 
 @pytest.fixture(scope="module")
 def upstreams(preferences: str, base: str) -> dict[str, Any]:
-    reward_model = train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
-    policy = train_offline_ppo(CHAIN.offline_ppo, preferences, reward_model, base, REUSE)
-    student = distill(CHAIN.distill, preferences, policy, base, reward_model, REUSE)
-    return {
-        "preferences": preferences,
-        "student": student,
-        "policy": policy,
-        "base": base,
-        "reward_model": reward_model,
-    }
+    return evaluation_inputs(CHAIN, preferences, base)
 
 
 @pytest.fixture

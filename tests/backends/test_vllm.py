@@ -10,12 +10,9 @@ from typing import Any
 
 import psutil
 import pytest
+from student_runs import REUSE, evaluation_inputs
 
-from flows.distill import distill
 from flows.evaluate import evaluate
-from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
-from flows.reward_model import train_reward_model
 from flows.sft import sft
 from tasks.artifacts import EvalReport, load_artifact
 from tasks.config import EvaluateConfig
@@ -33,7 +30,7 @@ CHAIN = load_config(
     ["sft.model.tiny.hidden_size=64", "sft.model.tiny.n_heads=2"],
 )
 MODELS = ("base", "policy", "student")
-REUSE = RunOptions(reuse=True)
+
 # The models are tiny, and so is the memory to keep free for them; on a GPU this is plenty, too.
 VLLM = {
     "command": [PROGRAM, "serve"],
@@ -43,17 +40,7 @@ VLLM = {
 
 @pytest.fixture(scope="module")
 def upstreams(preferences: str) -> dict[str, Any]:
-    base = sft(CHAIN.sft, preferences, REUSE)
-    reward_model = train_reward_model(CHAIN.reward_model, preferences, base, REUSE)
-    policy = train_offline_ppo(CHAIN.offline_ppo, preferences, reward_model, base, REUSE)
-    student = distill(CHAIN.distill, preferences, policy, base, reward_model, REUSE)
-    return {
-        "preferences": preferences,
-        "student": student,
-        "policy": policy,
-        "base": base,
-        "reward_model": reward_model,
-    }
+    return evaluation_inputs(CHAIN, preferences, sft(CHAIN.sft, preferences, REUSE))
 
 
 @pytest.fixture
