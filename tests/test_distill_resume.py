@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from killed_runs import newest_step
 
 from flows.distill import distill
 from flows.options import RunOptions
@@ -47,6 +48,7 @@ from flows.distill import distill
 from flows.options import RunOptions
 from tasks.backends.cluster import cluster_session
 from tasks.data import teacher_labels
+from killed_runs import newest_step
 from tasks.loading_config import load_config
 
 config, rows_per_part, preferences, base, reward_model, *overrides = sys.argv[1:]
@@ -110,11 +112,6 @@ def _parts(home: Path) -> dict[str, int]:
     return {file.name: file.stat().st_mtime_ns for file in files}
 
 
-def _newest_step(home: Path) -> int:
-    found = (home / "checkpoints" / "distill").glob("**/step-*")
-    return max((int(path.name.removeprefix("step-")) for path in found), default=-1)
-
-
 def test_killed_among_labels_and_in_training_and_equal_in_the_end(
     upstream: list[str], empty_mlflow_db: Path, tmp_path: Path
 ) -> None:
@@ -126,9 +123,9 @@ def test_killed_among_labels_and_in_training_and_equal_in_the_end(
         pass  # the programs start clusters of their own, so that of this process ends here
     _kill_when(lambda: len(_parts(killed)) >= 3, killed, upstream, log)
     first = _parts(killed)
-    assert _newest_step(killed) == -1
-    _kill_when(lambda: _newest_step(killed) >= 4, killed, upstream, log)
-    labels, step = _parts(killed), _newest_step(killed)
+    assert newest_step(killed, "distill") == -1
+    _kill_when(lambda: newest_step(killed, "distill") >= 4, killed, upstream, log)
+    labels, step = _parts(killed), newest_step(killed, "distill")
     # The first kill came before the labels were complete, the second before training was.
     assert len(first) < len(labels) and 4 <= step < STEPS
     assert first.items() <= labels.items()

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from killed_runs import newest_step
 
 from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
@@ -101,12 +102,6 @@ def _start(home: Path, upstream: list[str], log: Path) -> subprocess.Popen[bytes
         return subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
 
-def _newest_step(home: Path, stage: str) -> int:
-    """Return the step of the newest checkpoint, -1 without one."""
-    found = (home / "checkpoints" / stage).glob("**/step-*")
-    return max((int(path.name.removeprefix("step-")) for path in found), default=-1)
-
-
 def _kill_at_new_checkpoint(
     stage: str, home: Path, upstream: list[str], log: Path, after: int = -1
 ) -> int:
@@ -116,12 +111,12 @@ def _kill_at_new_checkpoint(
     deadline = time.monotonic() + 180
     try:
         while time.monotonic() < deadline and process.poll() is None:
-            if _newest_step(home, stage) > after:
+            if newest_step(home, stage) > after:
                 time.sleep(random.random() * 0.3)
                 process.send_signal(signal.SIGKILL)
                 process.wait(30)
                 # It may have written another one meanwhile, at which the next run must not end.
-                return _newest_step(home, stage)
+                return newest_step(home, stage)
             time.sleep(0.005)
     finally:
         process.kill()
