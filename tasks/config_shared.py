@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 Seed = Annotated[
     int, Field(ge=0, le=2**53 - 1, description="Seed; at most 2^53 - 1, so that JSON carries it.")
@@ -22,6 +30,26 @@ def setting(default: Any, **kwargs: Any) -> Any:
     return Field(default, json_schema_extra={"identity": False}, **kwargs)
 
 
+def _is_numeric(annotation: Any) -> bool:
+    """Return whether a field holds numbers and can't hold true or false."""
+    kinds = set(_leaves(annotation))
+    return bool(kinds & {int, float}) and not kinds & {bool, Any, object}
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    inner = get_args(annotation)
+    if not inner:
+        yield annotation
+    for one in inner:
+        yield from _leaves(one)
+
+
+def _items(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
+
+
 class Section(BaseModel):
     """Base of every configuration model: frozen, strict about unknown keys."""
 
@@ -33,6 +61,15 @@ class Section(BaseModel):
         # Without it a section's heading in Prefect's new UI is the name of its class.
         field_title_generator=lambda name, _: name.replace("_", " ").capitalize(),
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_numbers(cls, value: object, info: ValidationInfo) -> object:
+        # Python takes true for 1, which nobody means who writes `seed: true`.
+        field = cls.model_fields[info.field_name or ""]
+        if _is_numeric(field.annotation) and any(isinstance(one, bool) for one in _items(value)):
+            raise ValueError("Input should be a number, not true or false")
+        return value
 
 
 class StageConfig(Section):

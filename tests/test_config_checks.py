@@ -54,6 +54,15 @@ from tasks.errors import ConfigError
             "over 6 components makes 3003",
         ),
         (SftConfig, {"epochs": float("inf")}, "finite number"),
+        # True is 1 in Python: seed 1, one epoch, a weight of 1.
+        (SftConfig, {"seed": True}, r"seed\n.*a number, not true or false"),
+        (SftConfig, {"epochs": False}, "a number, not true or false"),
+        (SftConfig, {"optimizer": {"betas": [True, 0.9]}}, "a number, not true or false"),
+        (
+            OfflinePPOConfig,
+            {"reward": {"components": {"labels": True}}},
+            "a number, not true or false",
+        ),
         (SftConfig, {"optimizer": {"betas": [2.0, -1.0]}}, "betas"),
         (
             SftConfig,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tasks.algorithms.ratings import Verdict, settle_orders
-from tasks.data.questions import get_field, get_number, read_objects, write_objects
+from tasks.data.questions import get_field, get_number, get_turn, read_objects, write_objects
 from tasks.data.scores import WinRate
 from tasks.errors import DataError
 
@@ -150,7 +150,7 @@ def parse_pair(where: str, row: dict[str, Any]) -> PairJudgment:
         question_id=get_field(where, row, "question_id", int, PAIR_FORM),
         model_1=get_field(where, row, "model_1", str, PAIR_FORM),
         model_2=get_field(where, row, "model_2", str, PAIR_FORM),
-        turn=get_field(where, row, "turn", int, PAIR_FORM),
+        turn=get_turn(where, row, PAIR_FORM),
         first=_winner(where, row, "g1_winner"),
         swapped=None if swapped is None else _PLACES_TURNED[swapped],
         judge=(str(judge[0]), str(judge[1])),

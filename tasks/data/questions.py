@@ -288,6 +288,18 @@ def get_field(where: str, row: Mapping[str, Any], name: str, kind: type, form: s
     return value
 
 
+def get_turn(where: str, row: Mapping[str, Any], form: str) -> int:
+    """Return the turn that a row is about.
+
+    Raises:
+        DataError: it is not 1 or 2.
+    """
+    turn = get_field(where, row, "turn", int, form)
+    if turn not in (1, 2):
+        raise DataError(f"{where}: turn is {turn}", "1 or 2", form)
+    return int(turn)
+
+
 def get_number(where: str, row: Mapping[str, Any], name: str) -> float | None:
     """Return an optional number of a row, or None where it is missing or null.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tasks.algorithms.ratings import is_rating
-from tasks.data.questions import get_field, get_number, read_objects, write_objects
+from tasks.data.questions import get_field, get_number, get_turn, read_objects, write_objects
 from tasks.errors import DataError
 
 # Second part of the judge of scores that are a reward model's.
@@ -220,7 +220,7 @@ def parse_score(where: str, row: dict[str, Any]) -> Score:
     return Score(
         question_id=get_field(where, row, "question_id", int, JUDGMENT_FORM),
         model_id=get_field(where, row, "model", str, JUDGMENT_FORM),
-        turn=get_field(where, row, "turn", int, JUDGMENT_FORM),
+        turn=get_turn(where, row, JUDGMENT_FORM),
         score=value,
         judge=(str(judge[0]), str(judge[1])),
         judgment=str(row.get("judgment", "")),

@@ -54,7 +54,7 @@ def check_source(path: Path) -> int:
     """
     if not path.is_file():
         state = "is a directory" if path.is_dir() else "does not exist"
-        raise MissingInputError(f"Source {path} {state}", "a file of preference pairs", _FIX)
+        raise MissingInputError(f"Source {path} {state}", "a file of JSON Lines", _FIX)
     size = path.stat().st_size
     if size == 0:
         raise DataError(f"Source {path} is empty", "at least one row", _FIX)

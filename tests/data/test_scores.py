@@ -94,6 +94,7 @@ def test_bad_judgments_name_file_and_line(tmp_path: Path) -> None:
         ('"judge": ["a", "b"], "score": 1, "tstamp": "x"}', "tstamp is 'x'"),
         (f'"judge": ["a", "b"], "score": {"9" * 400}}}', "score is 9"),
         ('"judge": ["a"], "score": 1}', "judge is"),
+        ('"judge": ["a", "b"], "score": 1, "turn": 3}', "turn is 3.*1 or 2"),
     ):
         path.write_text(head + tail)
         with pytest.raises(DataError, match=rf"s\.jsonl, line 1: {found}"):
