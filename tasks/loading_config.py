@@ -26,6 +26,7 @@ PROJECT_ROOT = Path(__file__).resolve().parent.parent
 PACKAGED_CONFIGS = PROJECT_ROOT / "configs"
 FUNCTION_PATH = "reward.function_path"
 _MAX_PROBLEMS = 8
+_MERGE_TAG = "tag:yaml.org,2002:merge"
 _UNION_MEMBER = re.compile(r"(int|float|str|bool)$|(literal|tuple|function-\w+)\[|[A-Z]\w*Config$")
 
 Tree = dict[str, Any]
@@ -40,6 +41,8 @@ class _UniqueKeyLoader(yaml.SafeLoader):
 def _construct_mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: dict[Any, int] = {}
     for key_node, _ in node.value:
+        if key_node.tag == _MERGE_TAG:  # `<<: *other`, whose keys the own ones replace
+            continue
         key = loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
         if not isinstance(key, str):

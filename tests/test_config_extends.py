@@ -92,3 +92,15 @@ def test_extends_is_known_and_not_for_the_command_line(write: Write) -> None:
         load_config(write("extend: demo\n"))
     with pytest.raises(ConfigError, match="before values are overridden"):
         load_config(write(""), ["extends=demo"])
+
+
+def test_a_merge_key_takes_over_what_the_section_does_not_say(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text(
+        "sft: &a\n  epochs: 1\n  batch_pairs: 8\nreward_model:\n  <<: *a\n  epochs: 3\n"
+    )
+    config = load_config(path)
+    assert (config.reward_model.epochs, config.reward_model.batch_pairs) == (3.0, 8)
+    path.write_text("sft: &a\n  epochs: -1\nreward_model:\n  <<: *a\n")
+    with pytest.raises(ConfigError, match=r"line 3: reward_model\.epochs: .* greater than 0"):
+        load_config(path)
