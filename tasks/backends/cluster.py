@@ -19,6 +19,8 @@ from tasks.errors import ClusterError
 
 _CLUSTER_ID_METHOD: Final = "/ray.rpc.NodeInfoGcsService/GetClusterId"
 _ANSWER_SECONDS: Final = 10.0
+# What Ray says when its own processes needed more than 30 s.
+_SLOW_START: Final = "timed out during startup"
 _OBJECT_STORE_BYTES = 512 * 2**20
 PLATFORM_MODULE = "tasks.backends.verl_platform"
 
@@ -175,21 +177,46 @@ def _start_or_join(runtime: RuntimeConfig, n_ranks: int, options: dict[str, Any]
 
     address = runtime.ray_address
     if address is None:
-        n_cpus = max(2, n_ranks + 1, os.cpu_count() or 1)
-        # "local": without it Ray joins a cluster that somebody started on this machine.
-        ray.init(
-            address="local",
-            num_cpus=n_cpus,
-            object_store_memory=_OBJECT_STORE_BYTES,
-            **options,
-        )
-        _started_here()["cpus"] = n_cpus
+        _start(max(2, n_ranks + 1, os.cpu_count() or 1), options)
         return
     _check_reachable(address, runtime.ray_start_timeout_seconds)
     try:
         ray.init(address=address, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _no_answer(address, str(error)) from error
+
+
+def _start(n_cpus: int, options: dict[str, Any]) -> None:
+    """Start a cluster on this machine; where it is busy with other work, try once more.
+
+    Raises:
+        ClusterError: Ray gave up twice.
+    """
+    import ray
+
+    for attempts_left in (1, 0):
+        try:
+            # "local": without it Ray joins a cluster that somebody started on this machine.
+            ray.init(
+                address="local",
+                num_cpus=n_cpus,
+                object_store_memory=_OBJECT_STORE_BYTES,
+                **options,
+            )
+        except Exception as error:  # Ray has no class for it
+            if _SLOW_START not in str(error):
+                raise
+            ray.shutdown()
+            if not attempts_left:
+                raise ClusterError(
+                    "Ray did not start on this machine, twice in half a minute each",
+                    "a cluster of its own",
+                    "run the command again when less else runs here (`uptime` tells the load), or "
+                    "name a running cluster by runtime.ray_address",
+                ) from error
+        else:
+            _started_here()["cpus"] = n_cpus
+            return
 
 
 @contextlib.contextmanager

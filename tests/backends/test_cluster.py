@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tasks.backends import cluster
 from tasks.backends.cluster import _check_reachable, worker_environment
 from tasks.errors import ClusterError
 
@@ -49,3 +50,38 @@ def test_what_ray_itself_resolves_is_left_to_it(address: str) -> None:
 def test_gpus_are_hidden_from_cpu_workers_only() -> None:
     assert worker_environment("cpu")["CUDA_VISIBLE_DEVICES"] == ""
     assert "CUDA_VISIBLE_DEVICES" not in worker_environment("cuda")
+
+
+@pytest.mark.parametrize("n_failures", [1, 2])
+def test_a_start_that_took_too_long_is_tried_once_more(
+    n_failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    calls: list[int] = []
+
+    def init(**options: object) -> None:
+        calls.append(len(calls))
+        if len(calls) <= n_failures:
+            raise Exception("The current node timed out during startup. This could happen ...")
+
+    started: dict[str, int] = {}
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster, "_started_here", lambda: started)
+    if n_failures == 2:
+        with pytest.raises(ClusterError, match=r"did not start .* runtime\.ray_address"):
+            cluster._start(3, {})
+    else:
+        cluster._start(3, {})
+    assert (len(calls), started) == (2, {} if n_failures == 2 else {"cpus": 3})
+
+
+def test_other_failures_of_a_start_are_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    def init(**options: object) -> None:
+        raise ValueError("num_cpus")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ValueError, match="num_cpus"):
+        cluster._start(3, {})
