@@ -6,10 +6,10 @@ STAMP := $(VENV)/.installed
 # TRL and openai (for `transformers serve`) lie in an environment of their own, which sees the packages of the ordinary one.
 BENCH := $(VENV)/bench
 BENCH_STAMP := $(BENCH)/.installed
-# Most of a slow test is waiting for servers; a file stays in one process.
+# A file stays in one process. As they come: else files with one long test would start last.
 TEST_PROCESSES ?= 2
 FAST := not slow and not alone and not long and not endurance
-PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST := $(BIN)/pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 export RLHF_HOME ?= $(CURDIR)/var
 
 .PHONY: help demo test test-fast test-long test-endurance check bench bench-ppo bench-distill bench-ingest bench-mt-bench clean lock
@@ -30,7 +30,7 @@ demo: $(STAMP)  ## run the whole chain on the embedded default and print what it
 
 test: $(STAMP)  ## all tests but the longest, the fast ones first
 	$(PYTEST) -m "$(FAST)"
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not endurance"
 	$(BIN)/pytest -m alone
 
 test-fast: $(STAMP)  ## unit tests only

@@ -280,7 +280,7 @@ def test_cards_say_where_the_student_comes_from(
         assert "teacher\\_same\\_top" in card and "adapter\\_reload\\_difference" in card
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_mixture_with_everything(train: Any) -> None:
     """Sampled labels, a quantile of rewards, weights of agreement, a stabilised adapter."""
     student = train(
@@ -302,7 +302,7 @@ def test_mixture_with_everything(train: Any) -> None:
     assert config["use_rslora"] and config["lora_dropout"] == 0.1 and not config["use_dora"]
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_whole_rows_and_a_decomposed_adapter(train: Any) -> None:
     student = train(
         data="chosen", soft_labels={"kind": "full", "loss": "jsd"}, lora={"use_dora": True}
@@ -320,7 +320,7 @@ def test_sequence_level_needs_no_labels(train: Any, home: Path) -> None:
     assert set((home / "cache" / "teacher").glob("*/*")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_student_trained_in_bf16_is_compared_in_fp32(train: Any) -> None:
     student = train(data="chosen", runtime={"dtype": "bf16"}, soft_labels={"loss": "reverse_kl"})
     assert student.manifest.metrics["adapter_reload_difference"] <= 1e-4

@@ -22,7 +22,7 @@ from tasks.errors import ModelError
 from tasks.models.loading import load_causal_lm
 from tasks.models.sources import resolve_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.endurance
 
 N_ROWS = 4
 LIMITS = RenderingConfig(max_prompt_tokens=64, max_response_tokens=24, truncate_response=True)

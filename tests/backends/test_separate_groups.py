@@ -100,6 +100,7 @@ def _goes_on(
 # The tests follow one another so that few workers have to be started.
 
 
+@pytest.mark.endurance
 def test_a_checkpoint_of_colocated_roles_goes_on_in_separate_groups(
     train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_two_groups_take_their_steps_at_the_same_time_and_change_no_bit(
     assert weights_of(policy) == weights
 
 
+@pytest.mark.endurance
 def test_a_dead_worker_of_one_group_is_replaced_and_changes_no_bit(
     train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_dead_worker_of_one_group_is_replaced_and_changes_no_bit(
     assert weights_of(policy) == weights
 
 
+@pytest.mark.endurance
 def test_a_checkpoint_of_separate_groups_goes_on_with_colocated_roles(
     train: Any, weights: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

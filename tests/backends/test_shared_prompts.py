@@ -145,6 +145,7 @@ def test_two_ranks_give_the_numbers_of_one(
         torch.testing.assert_close(found_, plain, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.endurance
 def test_ranks_with_one_and_with_four_prompts(open_workers: Open, tiny_dir: Path) -> None:
     from tasks.backends.verl_losses import cloning_loss
 

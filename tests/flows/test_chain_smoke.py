@@ -93,6 +93,7 @@ def test_the_same_command_reuses_everything_and_says_so(finished: Home) -> None:
     ]
 
 
+@pytest.mark.endurance
 def test_one_stage_runs_alone_on_the_newest_inputs(finished: Home) -> None:
     student = finished.summary()["stages"]["distill"]["artifact"]
     result = finished.rlhf("run", str(CONFIG), "--only", "distill")

@@ -190,7 +190,7 @@ def _check_refusal(home: DirectHome, run: DirectRun, stage: str) -> None:
     assert not directory.exists() or list(directory.iterdir()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.endurance
 def test_command_whose_databases_are_on_the_full_disk(direct: DirectHome, small_disk: Path) -> None:
     faulty = ("-c", FILLS.format(disk=str(small_disk)))
     _check_refusal(direct, direct.start("--only", "ingest", program=faulty), "ingest")
