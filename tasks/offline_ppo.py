@@ -64,7 +64,7 @@ def train_policy(
         check_logged(train.pairs)
 
     session = open_session(cfg.runtime, ctx.log, alone=_ALONE if cfg.worker_groups > 1 else ())
-    scorer = ComponentScorer(cfg.reward, session, reward_model)
+    scorer = ComponentScorer(cfg.reward, session, reward_model, ctx.workspace.cache_dir / "scores")
     weights = dict(cfg.reward.components)
     if cfg.reward.search is not None:
         weights = _search_weights(ctx, scorer, Responses.of(preferences, "validation", renderer))

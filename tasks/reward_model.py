@@ -57,8 +57,7 @@ class TrainedComponent:
 
     def scores(self, split: str) -> ComponentScores:
         """Return the scores of the responses of all pairs."""
-        means = torch.tensor(self.component.member_means)
-        return ComponentScores(self.members[split], means, self.component.std)
+        return ComponentScores.of(self.component, self.members[split])
 
     def own_scores(self, split: str) -> ComponentScores:
         """Return the scores of the responses of its own pairs."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.roles import Batch, RoleSpec, Row
+from tasks.backends.roles import NUMERIC_FIELDS, Batch, RoleSpec, Row
 from tasks.backends.session import Session
 from tasks.backends.supervised import SupervisedRun, count_steps, train_supervised
 from tasks.backends.trajectories import Responses, cached_logprobs, response_rows
@@ -23,8 +23,6 @@ from tasks.errors import DataError
 REFERENCE = "reference"
 CLONE = "behavior"
 FOLDS = 2
-# Runtime settings on which the last digits of a log-probability depend.
-NUMERIC_FIELDS = {"device", "dtype", "attention", "ranks", "remove_padding", "share_prompts"}
 
 
 def reference_logprobs(

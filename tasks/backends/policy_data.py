@@ -117,7 +117,7 @@ class PolicyData:
             Judged.of(part.pairs[first_pair[group]], "candidate", text)
             for group, text in zip(candidates.group.tolist(), candidates.texts, strict=True)
         ]
-        components = self.scorer.score_responses(candidates.rows, judged)
+        components = self.scorer.score_responses(candidates.rows, judged, keep=True)
         return replace(
             stored,
             rows=merged.rows,

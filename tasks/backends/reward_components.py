@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from tasks.algorithms.reward_search import WeightTrial, best_trial, judge_weights, simplex_grid
 from tasks.artifacts import RewardModelCheckpoint
-from tasks.backends.reward_scoring import RewardScorer, RewardScores
+from tasks.backends.reward_scoring import ComponentScores, RewardScorer, RewardScores
 from tasks.backends.rewards import (
     Judged,
     both_sides,
@@ -18,12 +19,13 @@ from tasks.backends.rewards import (
     load_reward_function,
     normalize_component,
 )
-from tasks.backends.roles import Row
+from tasks.backends.roles import NUMERIC_FIELDS, Row
 from tasks.backends.session import Session
 from tasks.backends.trajectories import ComponentValues
 from tasks.config import RewardConfig
 from tasks.context import RunLog
 from tasks.data.hh import Pair
+from tasks.data.score_columns import cached_scores, hash_responses
 from tasks.errors import ConfigError
 
 REWARD_MODEL = "reward_model"
@@ -58,11 +60,13 @@ class ComponentScorer:
         cfg: which components, and how reward-model scores are normalised.
         session: workers.
         reward_model: whose scores are components.
+        cache_dir: where scores of stored responses are kept as Parquet columns; None keeps none.
     """
 
     cfg: RewardConfig
     session: Session
     reward_model: RewardModelCheckpoint
+    cache_dir: Path | None = None
 
     def score(self, pairs: Sequence[Pair], rows: Sequence[Row]) -> ComponentValues:
         """Return the components of all stored responses.
@@ -71,24 +75,27 @@ class ComponentScorer:
             pairs: P pairs.
             rows: their 2P responses, chosen first.
         """
-        found = self.score_responses(rows, both_sides(pairs))
+        found = self.score_responses(rows, both_sides(pairs), keep=True)
         values = dict(found.values)
         if "labels" in self.cfg.components:
             values["labels"] = torch.tensor([1.0, -1.0]).repeat(len(pairs))
         return ComponentValues(values, found.disagreement)
 
-    def score_responses(self, rows: Sequence[Row], responses: Sequence[Judged]) -> ComponentValues:
+    def score_responses(
+        self, rows: Sequence[Row], responses: Sequence[Judged], *, keep: bool = False
+    ) -> ComponentValues:
         """Return the components of any responses: all but ``labels``, which only stored ones have.
 
         Args:
             rows: N responses as token ids.
             responses: the same as text.
+            keep: the same responses will be asked about again, by this run or another one.
         """
         wanted = self.cfg.components
         values: dict[str, Tensor] = {}
         disagreement = None
         if any(name.split(".")[0] == REWARD_MODEL for name in wanted):
-            scores = RewardScorer.load(self.session, self.reward_model).score(rows)
+            scores = self._kept_scores(rows) if keep else self._scores(rows)
             disagreement = scores.disagreement
             for name in wanted:
                 if name.split(".")[0] == REWARD_MODEL:
@@ -97,6 +104,28 @@ class ComponentScorer:
             path, name = str(self.cfg.function_path), self.cfg.function_name
             values["function"] = function_scores_on_cluster(path, name, responses)
         return ComponentValues(values, disagreement)
+
+    def _scores(self, rows: Sequence[Row]) -> RewardScores:
+        return RewardScorer.load(self.session, self.reward_model).score(rows)
+
+    def _kept_scores(self, rows: Sequence[Row]) -> RewardScores:
+        """Return the scores from their columns, computed once per reward model and responses."""
+        if self.cache_dir is None:
+            return self._scores(rows)
+        identity = [
+            self.reward_model.content_hash,
+            hash_responses((row.prompt_ids, row.response_ids) for row in rows),
+            self.session.runtime.model_dump_json(include=NUMERIC_FIELDS),
+        ]
+        members = cached_scores(
+            self.cache_dir,
+            identity,
+            lambda: {name: part.members for name, part in self._scores(rows).components.items()},
+        )
+        known = self.reward_model.components
+        return RewardScores(
+            {name: ComponentScores.of(known[name], values) for name, values in members.items()}
+        )
 
     def _normalized(self, scores: RewardScores, name: str) -> Tensor:
         """Return one component, or the mean of all of them for the reward model as a whole."""

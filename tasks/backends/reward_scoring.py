@@ -29,6 +29,11 @@ class ComponentScores:
     means: Tensor
     std: float
 
+    @classmethod
+    def of(cls, component: RewardComponent, members: Tensor) -> ComponentScores:
+        """Return the (K, N) scores with what is known of the component."""
+        return cls(members, torch.tensor(component.member_means), component.std)
+
     @property
     def raw(self) -> Tensor:
         """(N,) average of the members."""
@@ -141,7 +146,7 @@ class RewardScorer:
                 "finite scores",
                 "look at the run that trained it, or use another reward model",
             )
-        return ComponentScores(members, torch.tensor(component.member_means), component.std)
+        return ComponentScores.of(component, members)
 
 
 def _role(component: str, index: int) -> str:

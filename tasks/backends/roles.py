@@ -10,6 +10,9 @@ import torch
 
 from tasks.config import LoraConfig, OptimizerConfig, RuntimeConfig
 
+# Runtime settings on which the last digits of what a model says depend.
+NUMERIC_FIELDS = {"device", "dtype", "attention", "ranks", "remove_padding", "share_prompts"}
+
 
 @dataclass(frozen=True)
 class RoleSpec:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tasks.algorithms.agreement import agreement_weights
 from tasks.artifacts import RewardModelCheckpoint
-from tasks.backends.behavior import NUMERIC_FIELDS, REFERENCE
+from tasks.backends.behavior import REFERENCE
 from tasks.backends.cluster import resolve_device
 from tasks.backends.generation import EndTokens, TransformersGenerator
 from tasks.backends.logits_hooks import (
@@ -26,7 +26,7 @@ from tasks.backends.logits_hooks import (
     TopKReader,
 )
 from tasks.backends.reward_scoring import RewardScorer
-from tasks.backends.roles import RoleSpec, Row
+from tasks.backends.roles import NUMERIC_FIELDS, RoleSpec, Row
 from tasks.backends.session import Session
 from tasks.config import DistillConfig, SoftLabelConfig, identity_fields
 from tasks.context import StageContext
