@@ -169,6 +169,7 @@ def test_too_few_nodes_are_told_with_what_each_has(nodes: Cluster, train: Any) -
     release(placements)
 
 
+@pytest.mark.endurance
 def test_without_restarts_the_loss_ends_the_run(
     nodes: Cluster, train: Callable[..., PolicyCheckpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
