@@ -47,7 +47,7 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 def _items(value: object) -> list[object]:
     if isinstance(value, Mapping):
         return list(value.values())
-    return value if isinstance(value, list) else [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 class Section(BaseModel):

@@ -48,7 +48,6 @@ from flows.distill import distill
 from flows.options import RunOptions
 from tasks.backends.cluster import cluster_session
 from tasks.data import teacher_labels
-from killed_runs import newest_step
 from tasks.loading_config import load_config
 
 config, rows_per_part, preferences, base, reward_model, *overrides = sys.argv[1:]

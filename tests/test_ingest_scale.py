@@ -243,7 +243,7 @@ def _check_file(content: bytes, directory: Path, packed: bool) -> None:
 
 @pytest.mark.slow
 @settings(
-    max_examples=500,
+    max_examples=2000,
     deadline=None,
     database=None,
     derandomize=True,

@@ -3,7 +3,6 @@ with their rewards and log-probabilities."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,6 +36,7 @@ from tasks.backends.trajectories import (
     Responses,
     Trajectories,
     cached_logprobs,
+    hash_rows,
     prompt_groups,
 )
 from tasks.config import OfflinePPOConfig
@@ -153,7 +153,6 @@ class PolicyData:
     def _reference_of(self, candidates: CandidateSet) -> list[Tensor]:
         """Return what the base says of the candidates at temperature 1, computed once."""
         session = self.scorer.session
-        text = "|".join(str(tuple(row.response_ids)) for row in candidates.rows)
         identity = model_identity(self.ctx, self.cfg, "candidates")
 
         def compute() -> list[Tensor]:
@@ -164,7 +163,7 @@ class PolicyData:
         return cached_logprobs(
             self.ctx.workspace.cache_dir / "logprobs",
             candidates.rows,
-            [*identity, hashlib.sha256(text.encode()).hexdigest()],
+            [*identity, hash_rows(candidates.rows)],
             compute,
         )
 

@@ -21,11 +21,11 @@ from tasks.backends.rewards import (
 )
 from tasks.backends.roles import NUMERIC_FIELDS, Row
 from tasks.backends.session import Session
-from tasks.backends.trajectories import ComponentValues
+from tasks.backends.trajectories import ComponentValues, hash_rows
 from tasks.config import RewardConfig
 from tasks.context import RunLog
 from tasks.data.hh import Pair
-from tasks.data.score_columns import cached_scores, hash_responses
+from tasks.data.score_columns import cached_scores
 from tasks.errors import ConfigError
 
 REWARD_MODEL = "reward_model"
@@ -114,7 +114,7 @@ class ComponentScorer:
             return self._scores(rows)
         identity = [
             self.reward_model.content_hash,
-            hash_responses((row.prompt_ids, row.response_ids) for row in rows),
+            hash_rows(rows),
             self.session.runtime.model_dump_json(include=NUMERIC_FIELDS),
         ]
         members = cached_scores(

@@ -3,7 +3,6 @@ log-probabilities."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import Tensor
 from tasks.artifacts import PreferenceDataset
 from tasks.backends.roles import Row
 from tasks.data.hh import Pair
+from tasks.data.keyed_parquet import hash_responses, keyed_file
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.data.token_columns import TokenColumns, read_token_columns, write_token_columns
@@ -146,6 +146,11 @@ def prompt_groups(pairs: Sequence[RenderedPair]) -> list[list[int]]:
     return list(groups.values())
 
 
+def hash_rows(rows: Sequence[Row]) -> str:
+    """Return a hash of prompts and responses."""
+    return hash_responses([row.prompt_ids for row in rows], [row.response_ids for row in rows])
+
+
 def cached_logprobs(
     path: Path, rows: Sequence[Row], identity: Sequence[str], compute: Callable[[], list[Tensor]]
 ) -> list[Tensor]:
@@ -157,8 +162,7 @@ def cached_logprobs(
         identity: fingerprints of everything that the numbers depend on.
         compute: called when the column is not there.
     """
-    key = hashlib.sha256("|".join(identity).encode()).hexdigest()
-    file = path / f"{key[:16]}.parquet"
+    file, key = keyed_file(path, identity)
     if not file.exists():
         columns = TokenColumns(
             [row.prompt_ids for row in rows],

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -17,6 +19,21 @@ from tasks.errors import ArtifactError
 
 _KEY_FIELD: Final = b"rlhf.key"
 _ABANDONED_SECONDS: Final = 3600.0
+
+
+def keyed_file(directory: Path, identity: Sequence[str]) -> tuple[Path, str]:
+    """Return where the file is of which these fingerprints decide the content, and its key."""
+    key = hashlib.sha256("|".join(identity).encode()).hexdigest()
+    return directory / f"{key[:16]}.parquet", key
+
+
+def hash_responses(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> str:
+    """Return a hash of N prompts and their responses, both as token ids, in their order."""
+    digest = hashlib.sha256()
+    for prompt, response in zip(prompts, responses, strict=True):
+        row = [len(prompt), len(response), *prompt, *response]
+        digest.update(np.array(row, dtype=np.int64).tobytes())
+    return digest.hexdigest()
 
 
 def write_keyed(path: Path, table: pa.Table, key: str, metadata: Mapping[bytes, bytes]) -> None:

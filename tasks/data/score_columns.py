@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
-from tasks.data.keyed_parquet import read_keyed, write_keyed
-
-
-def hash_responses(responses: Iterable[tuple[Sequence[int], Sequence[int]]]) -> str:
-    """Return a hash of prompts and responses, both as token ids, in their order."""
-    digest = hashlib.sha256()
-    for prompt_ids, response_ids in responses:
-        digest.update(f"{list(prompt_ids)}{list(response_ids)}".encode())
-    return digest.hexdigest()
+from tasks.data.keyed_parquet import keyed_file, read_keyed, write_keyed
 
 
 def cached_scores(
@@ -35,8 +26,7 @@ def cached_scores(
     Raises:
         ArtifactError: the file is torn.
     """
-    key = hashlib.sha256("|".join(identity).encode()).hexdigest()
-    file = directory / f"{key[:16]}.parquet"
+    file, key = keyed_file(directory, identity)
     if not file.exists():
         columns = {
             f"{name}.{member}": pa.array(scores.numpy(), pa.float32())

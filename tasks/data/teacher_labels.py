@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tasks.data.keyed_parquet import write_keyed
+from tasks.data.keyed_parquet import hash_responses, write_keyed
 from tasks.errors import ArtifactError, ConfigError
 
 ROWS_PER_PART: Final = 1024
@@ -138,15 +138,12 @@ class LabelStore:
         responses: Sequence[Sequence[int]],
     ) -> LabelStore:
         """Return the store of these rows, in a directory named by all that decides the labels."""
-        digest = hashlib.sha256()
-        for prompt, response in zip(prompts, responses, strict=True):
-            digest.update(np.array([len(prompt), *prompt, *response], dtype=np.int64).tobytes())
         known = {
             **identity,
             "kind": layout.kind,
             "k": str(layout.k),
             "vocab_size": str(layout.vocab_size),
-            "rows": digest.hexdigest()[:16],
+            "rows": hash_responses(prompts, responses)[:16],
         }
         text = json.dumps(known, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:16]

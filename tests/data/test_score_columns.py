@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.data.score_columns import cached_scores, hash_responses
+from tasks.data.keyed_parquet import hash_responses
+from tasks.data.score_columns import cached_scores
 from tasks.errors import ArtifactError
 
 SCORES = {
@@ -44,6 +45,7 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
 
 def test_a_hash_knows_where_prompt_and_response_end() -> None:
     rows = [([1, 2], [3]), ([1], [2, 3]), ([12], [3]), ([1, 2], [])]
-    hashes = {hash_responses([row]) for row in rows} | {hash_responses(rows[:2])}
-    assert len(hashes) == 5
-    assert hash_responses(rows) == hash_responses(iter([(tuple(p), r) for p, r in rows]))
+    hashes = {hash_responses([prompt], [response]) for prompt, response in rows}
+    prompts, responses = zip(*rows[:2], strict=True)
+    assert len(hashes | {hash_responses(prompts, responses)}) == 5
+    assert hash_responses(prompts, responses) != hash_responses(prompts[::-1], responses[::-1])
