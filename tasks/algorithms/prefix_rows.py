@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -47,10 +48,12 @@ class MergeLimit:
         max_tokens: tokens of a merged row.
         attention_tokens: length of a row at which attention costs as much as everything else;
             infinite where attention skips what the mask hides.
+        packed: merged rows are laid end to end, so that none is padded.
     """
 
     max_tokens: int
     attention_tokens: float = math.inf
+    packed: bool = False
 
     def cost(self, tokens: int) -> float:
         """Return the work of one row, in tokens: n + n^2 / attention_tokens."""
@@ -89,26 +92,52 @@ def merged_tokens(rows: Sequence[RowShape], members: Sequence[int]) -> int:
     return rows[members[0]].prompt_tokens + sum(rows[i].response_tokens for i in members)
 
 
+class PromptTree(NamedTuple):
+    """A merged row by its lengths in tokens.
+
+    Args:
+        prompt_tokens: tokens of the prompt, at least 1.
+        response_tokens: tokens of each response.
+    """
+
+    prompt_tokens: int
+    response_tokens: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the merged row."""
+        return self.prompt_tokens + sum(self.response_tokens)
+
+
 @dataclass(frozen=True)
 class RowLayout:
     """Where the N tokens of B rows, laid end to end, lie in G merged rows of width W.
+
+    Packed, the merged rows lie end to end as well: G is 1 and W the number of their tokens.
 
     Args:
         slots: (N,) index into the G * W slots; the prompt tokens of siblings share theirs.
         positions: (G, W) position of each token in its own row; 0 for padding.
         segments: (G, W) 0 = prompt, k = k-th response, -1 = padding.
         before_response: (M,) tokens from which a response token is predicted, in row order.
+        trees: the merged rows that are packed, in their order; empty if they are not.
     """
 
     slots: Tensor
     positions: Tensor
     segments: Tensor
     before_response: Tensor
+    trees: tuple[PromptTree, ...] = ()
 
     def to(self, device: torch.device) -> RowLayout:
         """Return the layout on a device."""
-        parts = (self.slots, self.positions, self.segments, self.before_response)
-        return RowLayout(*(part.to(device) for part in parts))
+        return RowLayout(
+            self.slots.to(device),
+            self.positions.to(device),
+            self.segments.to(device),
+            self.before_response.to(device),
+            self.trees,
+        )
 
     def merge(self, tokens: Tensor, padding: int) -> Tensor:
         """Return (N,) token ids as (G, W), ``padding`` where no token lies."""
@@ -124,43 +153,53 @@ class RowLayout:
         return zeros.index_put((self.before_response,), values)
 
 
-def lay_out(rows: Sequence[RowShape], merged: Sequence[Sequence[int]]) -> RowLayout:
+def lay_out(
+    rows: Sequence[RowShape], merged: Sequence[Sequence[int]], packed: bool = False
+) -> RowLayout:
     """Lay rows into merged rows.
 
     Args:
         rows: the B rows whose tokens lie end to end.
         merged: partition of their indices; the rows of a part share their prompt.
+        packed: the merged rows lie end to end, not each padded to the longest.
     """
-    merged_of, segment_of, shift_of, width = _assign(rows, merged)
+    trees = tuple(_tree(rows, members) for members in merged)
+    widths = [tree.tokens for tree in trees]
+    shape = (1, sum(widths)) if packed else (len(trees), max(widths))
+    starts = accumulate(widths[:-1], initial=0) if packed else range(0, math.prod(shape), shape[1])
+    start_of, segment_of, shift_of = _assign(rows, merged, tuple(starts))
     prompt_tokens = torch.tensor([row.prompt_tokens for row in rows])
     row_tokens = torch.tensor([row.tokens for row in rows])
     row = torch.repeat_interleave(torch.arange(len(rows)), row_tokens)
     position = torch.arange(len(row)) - (row_tokens.cumsum(0) - row_tokens)[row]
     in_response = position >= prompt_tokens[row]
-    slots = merged_of[row] * width + position + in_response * shift_of[row]
-    shape = (len(merged), width)
+    slots = start_of[row] + position + in_response * shift_of[row]
     return RowLayout(
         slots=slots,
         positions=_place(position, slots, shape, 0),
         segments=_place(in_response * segment_of[row], slots, shape, PADDING),
         before_response=in_response.nonzero()[:, 0] - 1,
+        trees=trees if packed else (),
     )
 
 
+def _tree(rows: Sequence[RowShape], members: Sequence[int]) -> PromptTree:
+    responses = tuple(rows[i].response_tokens for i in members)
+    return PromptTree(rows[members[0]].prompt_tokens, responses)
+
+
 def _assign(
-    rows: Sequence[RowShape], merged: Sequence[Sequence[int]]
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Return for each row its merged row, its segment and how far its response moves right, and the
-    width of the longest merged row."""
-    merged_of, segment_of, shift_of = [0] * len(rows), [0] * len(rows), [0] * len(rows)
-    width = 0
-    for at, members in enumerate(merged):
+    rows: Sequence[RowShape], merged: Sequence[Sequence[int]], starts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return for each row the slot where its merged row starts, its segment and how far its
+    response moves right."""
+    start_of, segment_of, shift_of = [0] * len(rows), [0] * len(rows), [0] * len(rows)
+    for start, members in zip(starts, merged, strict=True):
         shift = 0
         for segment, index in enumerate(members, start=PROMPT + 1):
-            merged_of[index], segment_of[index], shift_of[index] = at, segment, shift
+            start_of[index], segment_of[index], shift_of[index] = start, segment, shift
             shift += rows[index].response_tokens
-        width = max(width, rows[members[0]].prompt_tokens + shift)
-    return torch.tensor(merged_of), torch.tensor(segment_of), torch.tensor(shift_of), width
+    return torch.tensor(start_of), torch.tensor(segment_of), torch.tensor(shift_of)
 
 
 def _place(values: Tensor, slots: Tensor, shape: Sequence[int], empty: int) -> Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from tasks.algorithms.prefix_rows import MergeLimit
 from tasks.config import RuntimeConfig
 
-FLEX_ATTENTION = "flex_attention"
+FLEX_ATTENTION: Final = "flex_attention"
+TREE_ATTENTION: Final = "tree_attention"
 # Decoders of transformers whose layers all take a given 4D mask and positions as they are.
 MERGEABLE_MODEL_TYPES = frozenset(
     {"gemma", "granite", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3"}
@@ -57,23 +59,32 @@ def attention_implementation(
 ) -> str:
     """Return the attention to load a model with.
 
-    On CUDA merged rows take block-sparse attention, which skips the blocks between siblings; its
-    kernels want heads whose width is a power of two.
+    Merged rows are computed piece by piece on CPU. On CUDA, where many small kernels are slow, they
+    take block-sparse attention, which skips the blocks between siblings; its kernels want heads
+    whose width is a power of two.
     """
-    if device == "cpu" or not shares_prompts(config, runtime):
+    if not shares_prompts(config, runtime):
         return runtime.attention
+    if device == "cpu":
+        return TREE_ATTENTION
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     fits = width >= _SMALLEST_FLEX_HEAD and width & (width - 1) == 0
     return FLEX_ATTENTION if fits else runtime.attention
 
 
-def attention_tokens(config: Any) -> float:
-    """Return the length of a row at which attention costs as much as the rest of a layer.
+def merge_limit(config: Any, max_tokens: int) -> MergeLimit:
+    """Return how far rows are merged.
 
     With width h and a feed-forward layer of about 3 h, the matrices of a layer take about 12 h^2
-    multiplications per token and attention over n tokens 2 n h, so n = 6 h. Block-sparse attention
-    does not work on the pairs of tokens that the mask hides, however long the row.
+    multiplications per token and attention over n tokens 2 n h, so that with a dense mask attention
+    costs as much as the rest at n = 6 h. The others do not work on what the mask hides, however
+    long the row.
+
+    Args:
+        config: the model's, with the attention that it was loaded with.
+        max_tokens: of a merged row.
     """
-    if config._attn_implementation == FLEX_ATTENTION:
-        return math.inf
-    return 6.0 * float(config.hidden_size)
+    attention = config._attn_implementation
+    if attention in (FLEX_ATTENTION, TREE_ATTENTION):
+        return MergeLimit(max_tokens, math.inf, packed=attention == TREE_ATTENTION)
+    return MergeLimit(max_tokens, 6.0 * float(config.hidden_size))

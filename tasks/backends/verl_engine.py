@@ -13,18 +13,22 @@ from peft import LoraConfig, TaskType, get_peft_model
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from verl.utils import tensordict_utils as tu
 from verl.utils import torch_functional as verl_functional
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from tasks.algorithms.prefix_rows import MergeLimit, RowLayout, dense_mask, prefix_mask_mod
+from tasks.algorithms.prefix_rows import PromptTree, RowLayout, dense_mask, prefix_mask_mod
+from tasks.algorithms.tree_attention import tree_attention
 from tasks.backends import language_head
 from tasks.backends.language_head import HeadReading, head_is_last, label_logprobs
 from tasks.backends.logits_hooks import FLAG, LogitsHook, Tokens
 from tasks.backends.micro_batches import layout_of, make_micro_batches
-from tasks.backends.prompt_sharing import FLEX_ATTENTION, attention_tokens
+from tasks.backends.prompt_sharing import FLEX_ATTENTION, TREE_ATTENTION, merge_limit
 from tasks.config import LoraConfig as AdapterConfig
 from tasks.config import StudentLoraConfig
 
@@ -50,6 +54,28 @@ def attention_mask(segments: Tensor, attention: str) -> Any:
     return create_block_mask(mask_mod, n_rows, None, width, width, device=segments.device)
 
 
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    trees: Sequence[PromptTree] | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers asks for it, over packed rows where they are given."""
+    if trees is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **kwargs
+        )
+        return plain
+    heads = getattr(module, "num_key_value_groups", 1)
+    key, value = repeat_kv(key, heads), repeat_kv(value, heads)
+    attended = tree_attention(query, key, value, trees, kwargs.get("scaling"))
+    return attended.transpose(1, 2), None
+
+
 class _MergedRows:
     """Mixed into a verl engine: cuts micro-batches by length and merges rows of the same prompt.
 
@@ -57,11 +83,11 @@ class _MergedRows:
     """
 
     module: Any
-    attention_tokens: float | None = None
+    merges: bool = False
 
     def share_prompts(self) -> None:
         """Merge rows of the same prompt from now on."""
-        self.attention_tokens = attention_tokens(self.module.config)
+        self.merges = True
 
     def forward_backward_batch(
         self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
@@ -78,9 +104,8 @@ class _MergedRows:
     def _micro_batches(
         self, data: TensorDict, dp_group: Any = None, **_: Any
     ) -> tuple[list[TensorDict], list[list[int]]]:
-        limit = None
-        if self.attention_tokens is not None:
-            limit = MergeLimit(int(data["max_token_len_per_gpu"]), self.attention_tokens)
+        budget = int(data["max_token_len_per_gpu"])
+        limit = merge_limit(self.module.config, budget) if self.merges else None
         return make_micro_batches(data, limit, dp_group)
 
     def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], Any]:
@@ -92,13 +117,17 @@ class _MergedRows:
         ids = micro_batch["input_ids"].values()
         layout = layout.to(ids.device)
         # What padding holds changes nothing; 0 is an id of every vocabulary.
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": layout.merge(ids, 0),
-            "attention_mask": attention_mask(
-                layout.segments, self.module.config._attn_implementation
-            ),
             "position_ids": layout.positions,
         }
+        if layout.trees:
+            inputs["trees"] = layout.trees
+            # Transformers takes what has four dimensions as it is, and makes no mask of its own.
+            inputs["attention_mask"] = layout.segments[:, None, None]
+        else:
+            attention = self.module.config._attn_implementation
+            inputs["attention_mask"] = attention_mask(layout.segments, attention)
         return inputs, layout
 
 
@@ -346,7 +375,11 @@ def _replace_slow_logprobs(device: str) -> None:
 
 
 def register_engines() -> None:
-    """Make verl build these engines, on CPU, for which it has none, and before its own on CUDA."""
+    """Make verl build these engines, on CPU, for which it has none, and before its own on CUDA, and
+    transformers know their attention."""
+    ALL_ATTENTION_FUNCTIONS.register(TREE_ATTENTION, _attend)
+    # For a batch whose rows are not packed.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(TREE_ATTENTION, sdpa_mask)
     _replace_slow_logprobs(get_device_name())
     kinds = (("language_model", LanguageEngine), ("value_model", ValueEngine))
     for model_type, engine in kinds:

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 
 from tasks.algorithms.prefix_rows import (
     MergeLimit,
+    PromptTree,
     RowShape,
     dense_mask,
     lay_out,
@@ -43,6 +44,29 @@ def test_layout_by_hand() -> None:
     # Tokens 2; 4, 5, 6; 9, 10; 13 are the responses'; each is predicted from the token before.
     assert layout.before_response.tolist() == [1, 3, 4, 5, 8, 9, 12]
     assert layout.slots[layout.before_response].tolist() == [1, 6, 7, 8, 1, 3, 1]
+
+
+def test_packed_layout_by_hand() -> None:
+    layout = lay_out(ROWS, MERGED, packed=True)
+    # The six tokens of "a" and its responses, then the four of "b", without padding.
+    assert layout.merge(IDS, 0).tolist() == [[1, 2, 10, 20, 21, 30, 5, 50, 51, 52]]
+    assert layout.positions.tolist() == [[0, 1, 2, 2, 3, 2, 0, 1, 2, 3]]
+    assert layout.segments.tolist() == [[0, 0, 1, 2, 2, 3, 0, 1, 1, 1]]
+    assert layout.trees == (PromptTree(2, (1, 2, 1)), PromptTree(1, (3,)))
+    assert layout.slots[layout.before_response].tolist() == [1, 6, 7, 8, 1, 3, 1]
+    assert layout.trees == layout.to(torch.device("cpu")).trees
+    assert lay_out(ROWS, MERGED).trees == ()
+
+
+@given(rows=Rows)
+def test_packed_rows_hold_every_token_once(rows: list[RowShape]) -> None:
+    layout = lay_out(rows, merge_rows(rows, WIDE), packed=True)
+    n_slots = sum(tree.tokens for tree in layout.trees)
+    assert layout.segments.shape == (1, n_slots)
+    assert sorted(set(layout.slots.tolist())) == list(range(n_slots))
+    # Each row finds its own positions again.
+    expected = [position for row in rows for position in range(row.tokens)]
+    assert layout.spread(layout.positions).tolist() == expected
 
 
 def test_what_was_computed_goes_back_to_the_rows() -> None:

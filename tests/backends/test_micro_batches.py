@@ -10,13 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.prefix_rows import MergeLimit, RowShape
+from tasks.algorithms.prefix_rows import PADDING, MergeLimit, RowShape
 from tasks.backends.micro_batches import (
     bucket_units,
     layout_of,
     length_buckets,
     make_micro_batches,
     match_count,
+    pack_units,
     select_rows,
     split_units,
 )
@@ -111,13 +112,15 @@ def _row(seed: int, prompt_tokens: int, response_tokens: int) -> Row:
     return Row((prompt_tokens,) * prompt_tokens, (10 + seed,) * response_tokens)
 
 
-def _indices(batch: Batch, budget: int) -> list[list[int]]:
+def _indices(batch: Batch, budget: int, packed: bool = False) -> list[list[int]]:
     """Return the rows of each micro-batch, after a look at what it holds."""
     data = to_tensordict(batch, {"max_token_len_per_gpu": budget})
-    micro_batches, indices = make_micro_batches(data, MergeLimit(budget, 200.0), None)
+    limit = MergeLimit(budget, 200.0, packed)
+    micro_batches, indices = make_micro_batches(data, limit, None)
     for micro_batch, index in zip(micro_batches, indices, strict=True):
         layout = layout_of(micro_batch)
         assert layout is not None and layout.segments.numel() <= budget
+        assert not packed or not bool((layout.segments == PADDING).any())
         found = [row.tolist() for row in micro_batch["responses"].unbind()]
         assert found == [list(batch.rows[i].response_ids) for i in index]
     return indices
@@ -128,17 +131,18 @@ def _indices(batch: Batch, budget: int) -> list[list[int]]:
     budget=st.integers(26, 200),
     group_size=st.sampled_from([1, 2]),
     one_prompt=st.booleans(),
+    packed=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_micro_batches_hold_every_row_once_within_the_budget(
-    sizes: list[tuple[int, int]], budget: int, group_size: int, one_prompt: bool
+    sizes: list[tuple[int, int]], budget: int, group_size: int, one_prompt: bool, packed: bool
 ) -> None:
     rows = [
         _row(i, prompt if one_prompt else prompt + k, response)
         for i, (prompt, response) in enumerate(sizes)
         for k in range(group_size)
     ]
-    indices = _indices(Batch(rows, group_size=group_size), budget)
+    indices = _indices(Batch(rows, group_size=group_size), budget, packed)
     assert sorted(i for index in indices for i in index) == list(range(len(rows)))
     for index in indices:
         firsts = index[::group_size]
@@ -149,6 +153,23 @@ def test_a_pair_of_different_prompts_stays_in_one_micro_batch() -> None:
     rows = [_row(0, 2, 3), _row(1, 5, 3), _row(2, 4, 3), _row(3, 4, 3)]
     # The first pair takes 2 * 8 tokens, the second 4 + 3 + 3; a budget of 20 holds either.
     assert _indices(Batch(rows, group_size=2), 20) == [[2, 3], [0, 1]]
+
+
+def test_packed_units_fill_the_budget_from_the_longest() -> None:
+    # 7 and 3 fill 10 tokens, and so do 6 and 4; 5 is left.
+    shapes = [RowShape(str(n), 1, n - 1) for n in (3, 6, 5, 7, 4)]
+    assert pack_units([[[i]] for i in range(5)], shapes, 10) == [[3, 0], [1, 4], [2]]
+    # A unit over the budget has a micro-batch of its own.
+    assert pack_units([[[0], [1]], [[2]]], shapes, 8) == [[0], [1]]
+
+
+def test_packed_micro_batches_are_no_longer_than_is_of_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tasks.backends.micro_batches.PACKED_TOKENS", 12)
+    rows = [_row(0, 2, 4), _row(1, 3, 3), _row(2, 4, 2)]
+    assert sorted(map(len, _indices(Batch(rows), 1000, packed=True))) == [1, 2]
+    assert len(_indices(Batch(rows), 1000)) == 1
 
 
 def test_selected_rows_keep_their_columns_and_the_plain_values() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,16 @@ from tasks.backends.logits_hooks import StudentLoss, TopKReader
 from tasks.backends.prompt_sharing import (
     FLEX_ATTENTION,
     MERGEABLE_MODEL_TYPES,
+    TREE_ATTENTION,
 )
 from tasks.backends.roles import Batch, Row
 from tasks.backends.row_batches import to_tensordict
-from tasks.backends.verl_engine import LanguageEngine, ValueEngine, attention_mask
+from tasks.backends.verl_engine import (
+    LanguageEngine,
+    ValueEngine,
+    attention_mask,
+    register_engines,
+)
 
 VOCABULARY = 40
 # The head of a model type with scores per token; the other types exist as language models alone.
@@ -90,8 +95,14 @@ def _data(batch: Batch, budget: int, **flags: Any) -> Any:
     return to_tensordict(batch, {"max_token_len_per_gpu": budget, "dp_size": 1} | flags)
 
 
-def _engine(model: Any) -> Any:
+@pytest.fixture(autouse=True, scope="module")
+def _registered_attention() -> None:
+    register_engines()
+
+
+def _engine(model: Any, attention: str = TREE_ATTENTION) -> Any:
     """Return an engine around a plain model, without processes and sharding."""
+    model.config._attn_implementation = attention
     kind = ValueEngine if hasattr(model, "score") else LanguageEngine
     engine = kind.__new__(kind)
     engine.module = model
@@ -161,8 +172,11 @@ def _assert_same_outputs(found: dict[str, list[Tensor]], expected: dict[str, lis
         _assert_equal(torch.cat(found[name]), torch.cat(values))
 
 
-def _merged_language(model: Any, rows: Sequence[Row], budget: int = 500) -> Any:
-    outputs = _merged_outputs(_engine(model), Batch(rows), budget, calculate_entropy=True)
+def _merged_language(
+    model: Any, rows: Sequence[Row], budget: int = 500, attention: str = TREE_ATTENTION
+) -> Any:
+    engine = _engine(model, attention)
+    outputs = _merged_outputs(engine, Batch(rows), budget, calculate_entropy=True)
     for values in outputs.values():
         for value, row in zip(values, rows, strict=True):
             assert not value[: len(row.prompt_ids) - 1].any()
@@ -172,27 +186,29 @@ def _merged_language(model: Any, rows: Sequence[Row], budget: int = 500) -> Any:
     }
 
 
+@pytest.mark.parametrize("attention", ["sdpa", TREE_ATTENTION])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("model_type", sorted(MERGEABLE_MODEL_TYPES))
-def test_language_model_equals_plain_rows(model_type: str, lora: bool) -> None:
+def test_language_model_equals_plain_rows(model_type: str, lora: bool, attention: str) -> None:
     model = _model(model_type, lora=lora)
     expected = _plain_outputs(model, MIXED)
     expected_gradient = _gradient(model, expected)
     # Everything in one micro-batch, and in several.
     for budget in (500, 40):
-        found = _merged_language(model, MIXED, budget)
+        found = _merged_language(model, MIXED, budget, attention)
         _assert_same_outputs(found, expected)
         _assert_equal(_gradient(model, found), expected_gradient)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", TREE_ATTENTION])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("model_type", SCORED)
-def test_value_model_equals_plain_rows(model_type: str, lora: bool) -> None:
+def test_value_model_equals_plain_rows(model_type: str, lora: bool, attention: str) -> None:
     model = _model(model_type, scored=True, lora=lora)
     expected = {"values": [_plain_logits(model, row)[:, 0] for row in MIXED]}
     expected_gradient = _gradient(model, expected)
     for budget in (500, 40):
-        found = _merged_outputs(_engine(model), Batch(MIXED), budget)
+        found = _merged_outputs(_engine(model, attention), Batch(MIXED), budget)
         _assert_same_outputs(found, expected)
         _assert_equal(_gradient(model, found), expected_gradient)
 
@@ -262,7 +278,7 @@ def test_soft_labels_equal_plain_rows(
     expected_gradient = _gradient(model, {"token_loss": expected})
     engine, flags = _engine(model), {"pad_mode": DatasetPadMode.NO_PADDING}
     if not shared:
-        engine.attention_tokens = None
+        engine.merges = False
         engine.pad_to_length = False
     hook = StudentLoss("top_k", 0.3, 2.0, VOCABULARY)
     outputs = _merged_outputs(
@@ -300,7 +316,7 @@ def test_kd_08_only_response_tokens_are_in_the_loss(shared_cases: Any) -> None:
     ids, n_prompt = case["input"]["ids"], case["input"]["prompt_len"]
     response = [token for token in ids[n_prompt:] if token != case["input"]["pad_id"]]
     rows = [Row(tuple(ids[:n_prompt]), tuple(response)), _row(0, 5, 3)]
-    engine = _engine(_model("llama"))
+    engine = _engine(_model("llama"), "sdpa")
     engine.hook = hook = StudentLoss("none", 0.0, 1.0, VOCABULARY)
     (micro_batch,), _ = engine._micro_batches(_data(Batch(rows), 500, batch_num_tokens=5))
     inputs, layout = engine.prepare_model_inputs(micro_batch)
@@ -371,7 +387,7 @@ def test_a_response_does_not_touch_its_siblings(scored: bool) -> None:
 
 def test_what_padding_holds_changes_nothing() -> None:
     model = _model("qwen2")
-    engine = _engine(model)
+    engine = _engine(model, "sdpa")
     (micro_batch,), _ = engine._micro_batches(_data(Batch(MIXED), 500))
     found = []
     for token in (0, 7):
@@ -388,7 +404,6 @@ def test_positions_end_where_the_longest_row_ends() -> None:
     # The merged row has 2 + 3 * 14 = 44 tokens, the model 16 positions.
     rows = [_row(i, 2, 14) for i in range(3)]
     engine = _engine(_model("llama"))
-    engine.attention_tokens = math.inf
     (micro_batch,), _ = engine._micro_batches(_data(Batch(rows), 100))
     inputs, _ = engine.prepare_model_inputs(micro_batch)
     assert inputs["input_ids"].shape == (1, 44)
@@ -422,9 +437,8 @@ def test_block_sparse_attention_equals_the_dense_mask(
 ) -> None:
     model = _model(model_type).eval()
     with torch.no_grad():
-        expected = _merged_language(model, MIXED)
-        model.config._attn_implementation = FLEX_ATTENTION
-        found = _merged_language(model, MIXED)
+        expected = _merged_language(model, MIXED, attention="sdpa")
+        found = _merged_language(model, MIXED, attention=FLEX_ATTENTION)
     _assert_same_outputs(found, expected)
 
 

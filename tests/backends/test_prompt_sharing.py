@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from tasks.algorithms.prefix_rows import MergeLimit
 from tasks.backends.prompt_sharing import (
     FLEX_ATTENTION,
+    TREE_ATTENTION,
     attention_implementation,
-    attention_tokens,
+    merge_limit,
     plain_rows_reason,
     shares_prompts,
 )
@@ -46,12 +48,26 @@ def test_models_whose_rows_stay_by_themselves(
 def test_attention_by_device() -> None:
     config = LlamaConfig(hidden_size=256, num_attention_heads=4)
     runtime = RuntimeConfig()
-    assert attention_implementation(config, runtime, "cpu") == "sdpa"
+    assert attention_implementation(config, runtime, "cpu") == TREE_ATTENTION
     assert attention_implementation(config, runtime, "cuda") == FLEX_ATTENTION
     off = RuntimeConfig(share_prompts=False)
     assert attention_implementation(config, off, "cuda") == "sdpa"
+    assert attention_implementation(config, off, "cpu") == "sdpa"
     # 96 / 4 = 24 is no power of two.
     narrow = LlamaConfig(hidden_size=96, num_attention_heads=4)
     assert attention_implementation(narrow, runtime, "cuda") == "sdpa"
-    dense = LlamaConfig(hidden_size=256, attn_implementation="sdpa")
-    assert attention_tokens(dense) == 6 * 256
+
+
+@pytest.mark.parametrize(
+    ("attention", "expected"),
+    [
+        # Under a dense mask, attention over 6 * 256 tokens costs as much as the rest.
+        ("sdpa", MergeLimit(100, 1536.0)),
+        (FLEX_ATTENTION, MergeLimit(100)),
+        (TREE_ATTENTION, MergeLimit(100, packed=True)),
+    ],
+)
+def test_how_far_rows_are_merged(attention: str, expected: MergeLimit) -> None:
+    config = LlamaConfig(hidden_size=256)
+    config._attn_implementation = attention
+    assert merge_limit(config, 100) == expected

@@ -59,9 +59,9 @@ from benchmarks.reward_model import (
     count_multiplied,
     count_positions,
     find_model,
-    merge_limit,
     open_peer,
     read_pairs,
+    worker_limit,
 )
 from tasks.backends.behavior import REFERENCE
 from tasks.backends.checkpoints import CheckpointStore
@@ -299,7 +299,7 @@ class OwnSide:
             # A guard may change the batch size, and an epoch would no longer be one.
             | {"guards": defaults.cfg.guards.model_dump() | {"enabled": False}}
         )
-        self.limit = merge_limit(model_dir, runtime)
+        self.limit = worker_limit(model_dir, runtime)
         self.seeds = random.Random(SEED)
 
     def warm_up(self) -> None:

@@ -198,7 +198,7 @@ class OwnSide:
         self.session.set_loss(_ROLE, partial(pairwise_loss, PairRegularization()))
         lengths = [pair.longest_row_tokens for pair in pairs]
         self.sampler = LengthGroupedSampler(lengths, batch_size=batch, seed=SEED)
-        self.limit = merge_limit(model_dir, runtime)
+        self.limit = worker_limit(model_dir, runtime)
 
     def run(self, steps: int) -> Block:
         """Take this many steps, from the beginning of an epoch."""
@@ -243,16 +243,17 @@ def count_positions(
     return computed, padded
 
 
-def merge_limit(model_dir: Path, runtime: RuntimeConfig) -> MergeLimit | None:
+def worker_limit(model_dir: Path, runtime: RuntimeConfig) -> MergeLimit | None:
     """Return how far the worker merges rows that share a prompt, or None where it does not."""
     from transformers import AutoConfig
 
-    from tasks.backends.prompt_sharing import attention_tokens, shares_prompts
+    from tasks.backends.prompt_sharing import attention_implementation, merge_limit, shares_prompts
 
-    config = AutoConfig.from_pretrained(model_dir, attn_implementation=runtime.attention)
+    config = AutoConfig.from_pretrained(model_dir)
     if not shares_prompts(config, runtime):
         return None
-    return MergeLimit(runtime.tokens_per_micro_batch, attention_tokens(config))
+    config._attn_implementation = attention_implementation(config, runtime, "cpu")
+    return merge_limit(config, runtime.tokens_per_micro_batch)
 
 
 @dataclass(frozen=True)
