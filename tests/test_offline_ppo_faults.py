@@ -121,8 +121,8 @@ def test_workers_that_keep_dying_end_the_run(train: Any, monkeypatch: pytest.Mon
         train(max_restarts=1)
 
 
-# Workers are built anew for each halving, so that few of them lead to the limit of 500.
-ABOVE_THE_LIMIT = {"tokens_per_micro_batch": 2000}
+# Workers are built anew for each halving, so that one of them leads to the limit of 500.
+ABOVE_THE_LIMIT = {"tokens_per_micro_batch": 1000}
 
 
 def _too_large(limit_tokens: int, loss_fn: Any, **kwargs: Any) -> Any:
