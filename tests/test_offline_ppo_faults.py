@@ -121,8 +121,9 @@ def test_workers_that_keep_dying_end_the_run(train: Any, monkeypatch: pytest.Mon
         train(max_restarts=1)
 
 
-# Workers are built anew for each halving, so that one of them leads to the limit of 500.
-ABOVE_THE_LIMIT = {"tokens_per_micro_batch": 1000}
+# Workers are built anew for each halving, so that few of them lead to the limit of 500.
+ABOVE_THE_LIMIT = {"tokens_per_micro_batch": 2000}
+JUST_ABOVE = {"tokens_per_micro_batch": 1000}
 
 
 def _too_large(limit_tokens: int, loss_fn: Any, **kwargs: Any) -> Any:
@@ -162,8 +163,8 @@ def test_a_later_process_knows_what_was_too_large(
     with monkeypatch.context() as patch:
         before_windows(patch, partial(fail_at, 9))
         with pytest.raises(RuntimeError, match="the power went"):
-            train(seed=5, runtime=ABOVE_THE_LIMIT)
-    tags = tags_of(train(seed=5, runtime=ABOVE_THE_LIMIT))
+            train(seed=5, runtime=JUST_ABOVE)
+    tags = tags_of(train(seed=5, runtime=JUST_ABOVE))
     assert "event.out_of_memory" not in tags
     assert "tokens per micro-batch" in tags["event.memory_lowered"]
     assert tags["event.resumed"] == "continuing from step 9 of 12"
