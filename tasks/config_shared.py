@@ -119,7 +119,9 @@ class RuntimeConfig(Section):
     )
     offload: bool = Field(False, description="Weights and optimizer state in host memory.")
     tokens_per_micro_batch: PositiveInt = Field(
-        16384, description="Padded tokens of one micro-batch per rank."
+        16384,
+        description="Tokens of one micro-batch per rank, padding included; on CPU no more "
+        "than 2048 where prompts are shared, since more would not be faster.",
     )
     nodes: PositiveInt = setting(
         1, description="Nodes of the Ray cluster that share the ranks, as many on each."

@@ -316,7 +316,7 @@ class MemorySettings:
     """What an out-of-memory error can change.
 
     Attributes:
-        tokens_per_micro_batch: padded tokens of one micro-batch per rank.
+        tokens_per_micro_batch: tokens of one micro-batch per rank, padding included.
         gradient_checkpointing: whether activations are recomputed.
     """
 

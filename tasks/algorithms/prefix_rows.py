@@ -45,7 +45,7 @@ class MergeLimit:
     """How far rows are merged.
 
     Args:
-        max_tokens: tokens of a merged row.
+        max_tokens: tokens of a merged row, and of a micro-batch of packed ones.
         attention_tokens: length of a row at which attention costs as much as everything else;
             infinite where attention skips what the mask hides.
         packed: merged rows are laid end to end, so that none is padded.

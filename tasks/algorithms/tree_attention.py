@@ -46,10 +46,12 @@ def tree_attention(
         attended.append(
             scaled_dot_product_attention(q, trunk_key, trunk_value, is_causal=True, scale=scale)
         )
+        prompt_key = trunk_key[:, :, : tree.prompt_tokens]
+        prompt_value = trunk_value[:, :, : tree.prompt_tokens]
         for _ in tree.response_tokens[1:]:
             q, own_key, own_value = next(pieces)
-            k = torch.cat([trunk_key[:, :, : tree.prompt_tokens], own_key], dim=2)
-            v = torch.cat([trunk_value[:, :, : tree.prompt_tokens], own_value], dim=2)
+            k = torch.cat([prompt_key, own_key], dim=2)
+            v = torch.cat([prompt_value, own_value], dim=2)
             mask = _sees(q.shape[2], tree.prompt_tokens, q.device)
             attended.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
     return torch.cat(attended, dim=2)

@@ -32,9 +32,6 @@ Unit = list[list[int]]
 # What starting one more micro-batch costs, in tokens of work: measured best at 64 for a model of a
 # million parameters and at 32 for one of a hundred million, where 384 cost 14 and 8 % more time.
 MICRO_BATCH_COST_TOKENS = 48
-# Tokens of a packed micro-batch: below this the fixed cost shows, and above it a model of a hundred
-# million parameters is no faster but needs more memory.
-PACKED_TOKENS = 2048
 _MAX_CUT_POINTS = 64
 _LAYOUT = "row_layout"
 
@@ -189,12 +186,10 @@ def make_micro_batches(
     group_size = int(tu.get_non_tensor_data(data, "force_group_size", 1))
     rows = _row_shapes(data)
     units = plan_units(rows, group_size, limit)
-    budget = int(data["max_token_len_per_gpu"])
-    packed = limit is not None and limit.packed
-    if packed:
-        buckets = pack_units(units, rows, min(budget, PACKED_TOKENS))
+    if limit is not None and limit.packed:
+        buckets = pack_units(units, rows, limit.max_tokens)
     else:
-        buckets = bucket_units(units, rows, budget)
+        buckets = bucket_units(units, rows, int(data["max_token_len_per_gpu"]))
     if dp_group is not None and torch.distributed.get_world_size(dp_group) > 1:
         count = torch.tensor([len(buckets)], device=data["input_ids"].device)
         torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX, group=dp_group)
@@ -207,7 +202,7 @@ def make_micro_batches(
         for batch, bucket, index in zip(batches, buckets, indices, strict=True):
             place = {row: at for at, row in enumerate(index)}
             merged = [[place[i] for i in part] for unit in bucket for part in units[unit]]
-            layout = lay_out([rows[i] for i in index], merged, packed)
+            layout = lay_out([rows[i] for i in index], merged, limit.packed)
             batch[_LAYOUT] = NonTensorData(layout)
     return batches, indices
 

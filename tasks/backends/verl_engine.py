@@ -1,4 +1,4 @@
-"""verl's FSDP engines with micro-batches of like length, in which rows may share their prompts."""
+"""verl's FSDP engines: micro-batches with little or no padding, rows that may share prompts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def _attend(
 
 
 class _MergedRows:
-    """Mixed into a verl engine: cuts micro-batches by length and merges rows of the same prompt.
+    """Mixed into a verl engine: cuts micro-batches so that little or nothing is padded, and merges
+    rows of the same prompt.
 
     The batch and the outputs keep verl's layout, one jagged row per prompt and response.
     """

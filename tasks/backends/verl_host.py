@@ -152,7 +152,9 @@ def _worker_config(spec: RoleSpec, runtime: RuntimeConfig, attention: str) -> Tr
             path=spec.model_dir,
             use_remove_padding=runtime.remove_padding,
             enable_gradient_checkpointing=runtime.gradient_checkpointing,
-            override_config={"attn_implementation": attention},
+            # Without the second key verl writes the first into config.json, and no other program
+            # has the workers' attention.
+            override_config={"attn_implementation": attention, "model_config": {}},
             **lora,
         ),
         engine_config=_engine_config(spec, runtime),

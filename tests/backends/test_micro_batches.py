@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.prefix_rows import PADDING, MergeLimit, RowShape
+from tasks.algorithms.prefix_rows import MergeLimit, RowShape
 from tasks.backends.micro_batches import (
     bucket_units,
     layout_of,
@@ -114,13 +114,14 @@ def _row(seed: int, prompt_tokens: int, response_tokens: int) -> Row:
 
 def _indices(batch: Batch, budget: int, packed: bool = False) -> list[list[int]]:
     """Return the rows of each micro-batch, after a look at what it holds."""
-    data = to_tensordict(batch, {"max_token_len_per_gpu": budget})
+    # What is packed keeps to the limit of its rows.
+    data = to_tensordict(batch, {"max_token_len_per_gpu": 10_000 if packed else budget})
     limit = MergeLimit(budget, 200.0, packed)
     micro_batches, indices = make_micro_batches(data, limit, None)
     for micro_batch, index in zip(micro_batches, indices, strict=True):
         layout = layout_of(micro_batch)
         assert layout is not None and layout.segments.numel() <= budget
-        assert not packed or not bool((layout.segments == PADDING).any())
+        assert bool(layout.trees) == packed
         found = [row.tolist() for row in micro_batch["responses"].unbind()]
         assert found == [list(batch.rows[i].response_ids) for i in index]
     return indices
@@ -163,13 +164,14 @@ def test_packed_units_fill_the_budget_from_the_longest() -> None:
     assert pack_units([[[0], [1]], [[2]]], shapes, 8) == [[0], [1]]
 
 
-def test_packed_micro_batches_are_no_longer_than_is_of_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("tasks.backends.micro_batches.PACKED_TOKENS", 12)
-    rows = [_row(0, 2, 4), _row(1, 3, 3), _row(2, 4, 2)]
-    assert sorted(map(len, _indices(Batch(rows), 1000, packed=True))) == [1, 2]
-    assert len(_indices(Batch(rows), 1000)) == 1
+def test_packed_rows_of_any_length_share_a_micro_batch() -> None:
+    # 16 and 4 tokens are 20 packed, and 32 padded.
+    rows = [_row(0, 2, 14), _row(1, 3, 1)]
+    assert _indices(Batch(rows), 20, packed=True) == [[0, 1]]
+    assert sorted(_indices(Batch(rows), 20)) == [[0], [1]]
+    # The fourth response of a prompt of 4 and responses of 5 would be over 20 tokens.
+    rows = [_row(i, 4, 5) for i in range(4)]
+    assert sorted(map(len, _indices(Batch(rows), 20, packed=True))) == [1, 3]
 
 
 def test_selected_rows_keep_their_columns_and_the_plain_values() -> None:

@@ -83,7 +83,13 @@ def _model(model_type: str, scored: bool = False, lora: Any = False) -> Any:
         import peft
 
         targets = "all-linear" if lora is True else lora
-        adapter = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets)
+        adapter = peft.LoraConfig(
+            task_type=peft.TaskType.TOKEN_CLS if scored else peft.TaskType.CAUSAL_LM,
+            r=4,
+            lora_alpha=8,
+            target_modules=targets,
+            exclude_modules=["score"] if scored else None,
+        )
         model = peft.get_peft_model(model, adapter)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -211,6 +217,18 @@ def test_value_model_equals_plain_rows(model_type: str, lora: bool, attention: s
         found = _merged_outputs(_engine(model, attention), Batch(MIXED), budget)
         _assert_same_outputs(found, expected)
         _assert_equal(_gradient(model, found), expected_gradient)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", TREE_ATTENTION])
+def test_recomputed_activations_change_nothing(attention: str) -> None:
+    model = _model("llama").train()
+    expected = _gradient(model, _merged_language(model, MIXED, 500, attention))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    calls: list[int] = []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    found = _gradient(model, _merged_language(model, MIXED, 500, attention))
+    assert len(calls) == 2
+    _assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

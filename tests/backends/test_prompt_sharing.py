@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 from tasks.algorithms.prefix_rows import MergeLimit
 from tasks.backends.prompt_sharing import (
     FLEX_ATTENTION,
+    PACKED_TOKENS,
     TREE_ATTENTION,
     attention_implementation,
     merge_limit,
@@ -71,3 +72,9 @@ def test_how_far_rows_are_merged(attention: str, expected: MergeLimit) -> None:
     config = LlamaConfig(hidden_size=256)
     config._attn_implementation = attention
     assert merge_limit(config, 100) == expected
+
+
+def test_packed_micro_batches_are_no_longer_than_is_of_use() -> None:
+    config = LlamaConfig()
+    config._attn_implementation = TREE_ATTENTION
+    assert merge_limit(config, 16384) == MergeLimit(PACKED_TOKENS, packed=True)

@@ -228,6 +228,8 @@ def test_export_says_what_it_is(
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["architectures"] == [architecture]
     assert config["dtype"] == "float32" and "torch_dtype" not in config
+    # No other program has the workers' attention.
+    assert "attn_implementation" not in config and "tree_attention" not in str(config)
     load = load_causal_lm if kind == "language_model" else load_reward_model
     model, base = load(tmp_path), load_causal_lm(tiny_dir)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
