@@ -8,6 +8,7 @@ A benchmark measures one case, prints it and makes it plain values; it is named 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import tempfile
@@ -116,6 +117,8 @@ def main() -> None:
     arguments = parse_arguments()
     # So that the processes of both sides end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Ray would run this project's side at a lower priority than the other side has.
+    os.environ["RAY_worker_niceness"] = "0"
     # verl names the backends that are not installed, each time it is imported.
     warnings.filterwarnings("ignore", message=".*engine is not available")
     console = Console(width=160)
