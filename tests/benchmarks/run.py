@@ -118,7 +118,7 @@ def main() -> None:
     # So that the processes of both sides end with this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     # Ray would run this project's side at a lower priority than the other side has.
-    os.environ["RAY_worker_niceness"] = "0"
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  (the name is in lower case)
     # verl names the backends that are not installed, each time it is imported.
     warnings.filterwarnings("ignore", message=".*engine is not available")
     console = Console(width=160)
