@@ -134,9 +134,8 @@ def _runs(home: Path, stage: str) -> list[RunRecord]:
     return tracker.find_runs({"stage": stage})
 
 
-@pytest.mark.parametrize("n_kills", [1, pytest.param(3, marks=pytest.mark.endurance)])
 def test_killed_at_random_moments_and_equal_in_the_end(
-    n_kills: int, upstream: list[str], empty_mlflow_db: Path, tmp_path: Path
+    upstream: list[str], empty_mlflow_db: Path, tmp_path: Path
 ) -> None:
     from tasks.backends.cluster import cluster_session
 
@@ -146,10 +145,10 @@ def test_killed_at_random_moments_and_equal_in_the_end(
     )
     with cluster_session():
         pass  # the programs start clusters of their own, so that of this process ends here
-    moments = {"reward_model": 1, "offline_ppo": n_kills}
-    for stage, times in moments.items():
+    moments = {"reward_model": 1, "offline_ppo": 3}
+    for stage, n_kills in moments.items():
         step = -1
-        for _ in range(times):
+        for _ in range(n_kills):
             step = _kill_at_new_checkpoint(stage, killed, upstream, log, after=step)
             assert list((killed / "models" / stage).glob("*")) == []
     with cluster_session():

@@ -87,11 +87,6 @@ def merge_rows(rows: Sequence[RowShape], limit: MergeLimit) -> list[list[int]]:
     return merged
 
 
-def merged_tokens(rows: Sequence[RowShape], members: Sequence[int]) -> int:
-    """Return the length of the merged row of these rows, the prompt counted once."""
-    return rows[members[0]].prompt_tokens + sum(rows[i].response_tokens for i in members)
-
-
 class PromptTree(NamedTuple):
     """A merged row by its lengths in tokens.
 
@@ -107,6 +102,16 @@ class PromptTree(NamedTuple):
     def tokens(self) -> int:
         """Tokens of the merged row."""
         return self.prompt_tokens + sum(self.response_tokens)
+
+
+def _tree(rows: Sequence[RowShape], members: Sequence[int]) -> PromptTree:
+    responses = tuple(rows[i].response_tokens for i in members)
+    return PromptTree(rows[members[0]].prompt_tokens, responses)
+
+
+def merged_tokens(rows: Sequence[RowShape], members: Sequence[int]) -> int:
+    """Return the length of the merged row of these rows, the prompt counted once."""
+    return _tree(rows, members).tokens
 
 
 @dataclass(frozen=True)
@@ -181,11 +186,6 @@ def lay_out(
         before_response=in_response.nonzero()[:, 0] - 1,
         trees=trees if packed else (),
     )
-
-
-def _tree(rows: Sequence[RowShape], members: Sequence[int]) -> PromptTree:
-    responses = tuple(rows[i].response_tokens for i in members)
-    return PromptTree(rows[members[0]].prompt_tokens, responses)
 
 
 def _assign(
