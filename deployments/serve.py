@@ -14,9 +14,8 @@ from prefect import Flow, serve
 from prefect.deployments.runner import RunnerDeployment
 from prefect.schedules import Cron
 
-from flows.deploy import rendered
-from flows.registry import STAGE_FLOWS
-from flows.rlhf_pipeline import rlhf_pipeline
+from flows.rlhf_pipeline import STAGE_FLOWS, rlhf_pipeline
+from flows.services.deploy import rendered
 
 _FLOWS: dict[str, Flow[..., str]] = {**STAGE_FLOWS, "rlhf_pipeline": rlhf_pipeline}
 

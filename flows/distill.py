@@ -6,17 +6,15 @@ from typing import Annotated
 
 from prefect import flow
 
-from flows.hooks import HOOKS
-from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.presets import AS_GIVEN, completed, completed_options
-from flows.stage_run import stage_run
-from tasks.config import DistillConfig
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
+from tasks.pipeline_config import DistillConfig
 
 DEFAULTS = DistillConfig()
 
 
 @flow(name="distill", persist_result=True, **HOOKS)
-def distill(  # noqa: PLR0913 - one field of the form per upstream
+def distill(
     cfg: Annotated[DistillConfig, AS_GIVEN] = DEFAULTS,
     preferences: str = "latest",
     policy: str = "latest",
@@ -49,7 +47,7 @@ def distill(  # noqa: PLR0913 - one field of the form per upstream
         reward_model=reward_model,
     ) as run:
         if run.is_needed:
-            from tasks.distill import train_student
+            from tasks.distill.stage import train_student
 
             run.publish(
                 train_student(

@@ -6,17 +6,15 @@ from typing import Annotated
 
 from prefect import flow
 
-from flows.hooks import HOOKS
-from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.presets import AS_GIVEN, completed, completed_options
-from flows.stage_run import stage_run
-from tasks.config import EvaluateConfig
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
+from tasks.pipeline_config import EvaluateConfig
 
 DEFAULTS = EvaluateConfig()
 
 
 @flow(name="evaluate", persist_result=True, **HOOKS)
-def evaluate(  # noqa: PLR0913 - one field of the form per upstream
+def evaluate(
     cfg: Annotated[EvaluateConfig, AS_GIVEN] = DEFAULTS,
     preferences: str = "latest",
     student: str = "latest",
@@ -52,7 +50,7 @@ def evaluate(  # noqa: PLR0913 - one field of the form per upstream
         reward_model=reward_model,
     ) as run:
         if run.is_needed:
-            from tasks.evaluate import Models, evaluate_models
+            from tasks.evaluate.stage import Models, evaluate_models
 
             models = Models(run.base, run.policy, run.student)
             run.publish(

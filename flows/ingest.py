@@ -6,13 +6,11 @@ from typing import Annotated
 
 from prefect import flow
 
-from flows.hooks import HOOKS
-from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.presets import AS_GIVEN, completed, completed_options
-from flows.raw_sources import input_files
-from flows.reporting import publish_card
-from flows.stage_run import stage_run
-from tasks.config import IngestConfig
+from flows.inputs import input_files
+from flows.outcomes import publish_card
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
+from tasks.pipeline_config import IngestConfig
 
 DEFAULTS = IngestConfig()
 
@@ -35,7 +33,7 @@ def ingest(
     options = completed_options(options, preset)
     with stage_run("ingest", cfg, options) as run:
         if run.is_needed:
-            from tasks.ingest import ingest_pairs_task
+            from tasks.ingest.stage import ingest_pairs_task
 
             files = input_files(cfg, run.prepared.sources)
             dataset = ingest_pairs_task(run.context, cfg, files)

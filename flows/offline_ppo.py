@@ -6,11 +6,9 @@ from typing import Annotated
 
 from prefect import flow
 
-from flows.hooks import HOOKS
-from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.presets import AS_GIVEN, completed, completed_options
-from flows.stage_run import stage_run
-from tasks.config import OfflinePPOConfig
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
+from tasks.pipeline_config import OfflinePPOConfig
 
 DEFAULTS = OfflinePPOConfig()
 
@@ -46,7 +44,7 @@ def train_offline_ppo(
         base=base,
     ) as run:
         if run.is_needed:
-            from tasks.offline_ppo import train_policy
+            from tasks.offline_ppo.stage import train_policy
 
             run.publish(train_policy(run.context, cfg, run.preferences, run.reward_model, run.base))
     return run.path

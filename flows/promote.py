@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import getpass
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
+from flows.stages import STAGE_SPECS
 from tasks.artifacts import EvalReport, StudentAdapter, load_artifact
-from tasks.config import PromotionConfig, TrackingConfig
+from tasks.context import run_logger
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
-from tasks.model_registry import CHAMPION, Registry, StudentVersion
-from tasks.progress import ProgressDisplay
-from tasks.promotion import (
+from tasks.pipeline_config import STAGES, PromotionConfig, Stage, TrackingConfig
+from tasks.tracking.lineage import registered_version
+from tasks.tracking.mlflow import RunRecord, Tracker, connect
+from tasks.tracking.registry import (
+    CHAMPION,
     Evaluation,
     Promotion,
+    Registry,
+    StudentVersion,
     champion_of,
     compare_with_champion,
     evaluation_of,
@@ -24,11 +32,8 @@ from tasks.promotion import (
     record_evaluation,
     version_before,
 )
-from tasks.provenance import is_elsewhere
-from tasks.references import registered_version
-from tasks.run_log import run_logger
-from tasks.tracking import Tracker, connect
-from tasks.workspace import Workspace
+from tasks.tracking.run_log import ProgressDisplay
+from tasks.workspace import Workspace, is_elsewhere
 
 OUTCOME_TAG = "promotion"
 
@@ -283,3 +288,79 @@ def _check_promotable(tracker: Tracker, version: StudentVersion) -> str:
             "promote another version, or run `rlhf run --only distill` for a new one",
         ) from error
     return ""
+
+
+# Artefacts that stand on something older than what is there now.
+
+
+class StaleArtifact(BaseModel):
+    """The newest artefact of a stage, or the champion, and why it is not up to date."""
+
+    name: str
+    stage: str
+    run_id: str
+    path: str
+    reasons: list[str]
+
+
+def stale_artifacts(tracker: Tracker) -> list[StaleArtifact]:
+    """Return what would come out differently if it were made again now, in the chain's order.
+
+    The newest finished run of each stage is looked at, and the run behind the alias ``champion``.
+    An upstream has a newer version when the newest run of its stage has another fingerprint.
+    """
+    newest = {stage: tracker.latest_finished(stage) for stage in STAGES}
+    stale: dict[str, StaleArtifact] = {}
+    for stage, run in newest.items():
+        found = None if run is None else _examined(stage, stage, run, newest, stale)
+        if found is not None:
+            stale[stage] = found
+    champion = champion_run(tracker)
+    if champion is not None:
+        found = _examined(CHAMPION, "distill", champion, newest, stale)
+        if found is not None:
+            stale[CHAMPION] = found
+    return list(stale.values())
+
+
+def champion_run(tracker: Tracker) -> RunRecord | None:
+    """Return the run that made the champion; None when no student has that alias."""
+    version = Registry(tracker).of_alias(CHAMPION)
+    if version is None or not version.run_id:
+        return None
+    try:
+        return tracker.read_run(version.run_id)
+    except MissingInputError:
+        return None
+
+
+def _examined(
+    name: str,
+    stage: Stage,
+    run: RunRecord,
+    newest: Mapping[Stage, RunRecord | None],
+    stale: Mapping[str, StaleArtifact],
+) -> StaleArtifact | None:
+    reasons = []
+    for label, wanted in STAGE_SPECS[stage].inputs.items():
+        current = newest[wanted.stage]
+        used = run.tags.get(f"upstream.{label}.fingerprint")
+        if used is None or current is None:
+            continue
+        newer = current.tags.get("fingerprint")
+        if used != newer:
+            reasons.append(
+                f"{label}: stands on {used[:12]}, the newest {wanted.stage} is {str(newer)[:12]} "
+                f"(run {current.run_id})"
+            )
+        elif wanted.stage in stale:
+            reasons.append(f"{label}: {wanted.stage} is not up to date itself")
+    if not reasons:
+        return None
+    return StaleArtifact(
+        name=name,
+        stage=stage,
+        run_id=run.run_id,
+        path=run.tags.get("artifact.path", ""),
+        reasons=reasons,
+    )

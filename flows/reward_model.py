@@ -6,11 +6,9 @@ from typing import Annotated
 
 from prefect import flow
 
-from flows.hooks import HOOKS
-from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.presets import AS_GIVEN, completed, completed_options
-from flows.stage_run import stage_run
-from tasks.config import RewardModelConfig
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
+from tasks.pipeline_config import RewardModelConfig
 
 DEFAULTS = RewardModelConfig()
 
@@ -37,7 +35,7 @@ def train_reward_model(
     options = completed_options(options, preset)
     with stage_run("reward_model", cfg, options, preferences=preferences, base=base) as run:
         if run.is_needed:
-            from tasks import reward_model as stage
+            from tasks.reward_model import stage
 
             run.publish(stage.train_reward_model(run.context, cfg, run.preferences, run.base))
     return run.path

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated
 
-from prefect import flow
+from prefect import Flow, flow
 
 from flows.chain import chain_run
 from flows.distill import distill
 from flows.evaluate import evaluate
-from flows.hooks import HOOKS
 from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
-from flows.presets import AS_GIVEN, completed
 from flows.reward_model import train_reward_model
 from flows.sft import sft
-from tasks.config import PipelineConfig, Stage
+from flows.stage_run import HOOKS
+from flows.stages import AS_GIVEN, completed
+from tasks.pipeline_config import PipelineConfig, Stage
 
 DEFAULTS = PipelineConfig()
 
@@ -60,3 +61,15 @@ def rlhf_pipeline(
             chain.options("evaluate"),
         )
     return report
+
+
+# The flow of each stage by name, for the command line.
+
+STAGE_FLOWS: Mapping[Stage, Flow[..., str]] = {
+    "ingest": ingest,
+    "sft": sft,
+    "reward_model": train_reward_model,
+    "offline_ppo": train_offline_ppo,
+    "distill": distill,
+    "evaluate": evaluate,
+}

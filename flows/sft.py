@@ -6,11 +6,9 @@ from typing import Annotated
 
 from prefect import flow
 
-from flows.hooks import HOOKS
-from flows.options import DEFAULT_OPTIONS, RunOptions
-from flows.presets import AS_GIVEN, completed, completed_options
-from flows.stage_run import stage_run
-from tasks.config import SftConfig
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
+from tasks.pipeline_config import SftConfig
 
 DEFAULTS = SftConfig()
 
@@ -35,7 +33,7 @@ def sft(
     options = completed_options(options, preset)
     with stage_run("sft", cfg, options, preferences=preferences) as run:
         if run.is_needed:
-            from tasks.sft import train_base
+            from tasks.sft.stage import train_base
 
             run.publish(train_base(run.context, cfg, run.preferences))
     return run.path

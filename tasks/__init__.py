@@ -1,1 +1,1 @@
-"""What the flows are made of: stage tasks, and under them backends, models, data and algorithms."""
+"""What flows are made of: stages, and under them runtime, tracking, models, data, algorithms."""

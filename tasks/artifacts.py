@@ -7,19 +7,77 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
+import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tasks.config_shared import STAGES
+from tasks.config.shared import STAGES
 from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
-from tasks.reward_record import RewardComponent, read_reward_components
+
+# What a reward model's artefact says of its components: ``reward.json``.
+
+_FILE: Final = "reward.json"
+
+
+@dataclass(frozen=True)
+class RewardComponent:
+    """One kind of reward: the mean score of its members.
+
+    Args:
+        name: for instance ``preference`` or ``harmlessness``.
+        member_dirs: one-label token classifiers in transformers format, at least one.
+        member_means: mean score of the training responses by each member.
+        std: standard deviation of the averaged scores of the same responses.
+    """
+
+    name: str
+    member_dirs: tuple[Path, ...]
+    member_means: tuple[float, ...]
+    std: float
+
+    @property
+    def mean(self) -> float:
+        """Mean of the averaged scores of the training responses."""
+        return sum(self.member_means) / len(self.member_means)
+
+
+def read_reward_components(directory: Path) -> dict[str, RewardComponent]:
+    """Return what `write_reward_components` wrote, in its order."""
+    loaded = json.loads((directory / _FILE).read_text())
+    return {
+        name: RewardComponent(
+            name,
+            tuple(directory / member["directory"] for member in record["members"]),
+            tuple(member["mean"] for member in record["members"]),
+            record["std"],
+        )
+        for name, record in loaded["components"].items()
+    }
+
+
+def write_reward_components(directory: Path, components: Iterable[RewardComponent]) -> None:
+    """Write the record beside the members, which must lie under ``directory``."""
+    records = {
+        component.name: {
+            "members": [
+                {"directory": str(member.relative_to(directory)), "mean": mean}
+                for member, mean in zip(component.member_dirs, component.member_means, strict=True)
+            ],
+            "std": component.std,
+        }
+        for component in components
+    }
+    text = json.dumps({"components": records}, indent=2) + "\n"
+    (directory / _FILE).write_text(text, encoding="utf-8")
+
 
 MANIFEST_NAME = "artifact.json"
 SCHEMA_VERSION = 1
@@ -397,3 +455,88 @@ def newest_artifact(parent_dir: Path, kind: type[A], wanted: str) -> A | None:
         if artifact.fingerprint == wanted:
             return artifact
     return None
+
+
+# Artefacts that were deleted and made again: the same fingerprint, at another path.
+
+
+def standing_path(parent: ParentRef) -> Path:
+    """Return where an upstream artefact lies: where it was, or else where it was made again.
+
+    The newest artefact of its fingerprint in the same directory stands for one that is gone; where
+    there is none, the path is the recorded one.
+    """
+    path = Path(parent.path)
+    if (path / MANIFEST_NAME).is_file() or not parent.fingerprint:
+        return path
+    found = sorted(path.parent.glob(f"{parent.fingerprint[:16]}-*"), key=lambda entry: entry.name)
+    for candidate in reversed(found):
+        try:
+            if read_manifest(candidate).fingerprint == parent.fingerprint:
+                return candidate
+        except (MissingInputError, ArtifactError):
+            # Not whole, so it stands for nothing.
+            continue
+    return path
+
+
+def likeness(first: Manifest | None, again: Manifest) -> str:
+    """Say whether an artefact that was made again has the bits of the first one."""
+    if first is None:
+        return "whether with the same bits is not recorded"
+    names = {**first.files, **again.files}
+    odd = sorted(name for name in names if first.files.get(name) != again.files.get(name))
+    return f"with other bits in {', '.join(odd)}" if odd else "with the same bits"
+
+
+# Files that are written whole or not at all.
+
+_SUFFIX = ".unfinished"
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """Yield where to write a file that gets its name when the block ends well.
+
+    What is unfinished carries the name of its process: it goes when the writing fails, and what a
+    process left that was killed goes with the next writing of the same file.
+    """
+    ours = f".{path.name}.{socket.gethostname()}."
+    temporary = path.with_name(f"{ours}{os.getpid()}{_SUFFIX}")
+    _sweep(path.parent, ours)
+    try:
+        yield temporary
+        with temporary.open("rb") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file whole or not at all.
+
+    Raises:
+        WorkspaceError: the directory cannot be written.
+    """
+    try:
+        with appearing(path) as temporary:
+            temporary.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise WorkspaceError(
+            f"{path} cannot be written: {error.strerror or error}",
+            "a writable workspace with room",
+            "free space, or make its directory writable",
+        ) from error
+
+
+def _sweep(directory: Path, ours: str) -> None:
+    """Remove what dead processes of this machine left."""
+    for file in directory.iterdir():
+        pid = file.name.removeprefix(ours).removesuffix(_SUFFIX)
+        if (
+            file.name == f"{ours}{pid}{_SUFFIX}"
+            and pid.isdigit()
+            and not psutil.pid_exists(int(pid))
+        ):
+            file.unlink(missing_ok=True)

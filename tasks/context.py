@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
+
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
 
 from tasks.artifacts import Artifact, Draft, ParentRef, build_artifact, newest_artifact
 from tasks.errors import ArtifactError
 from tasks.workspace import Workspace
+
+
+def run_logger(stage: str) -> logging.Logger | logging.LoggerAdapter[Any]:
+    """Return Prefect's logger of the current run, or a plain one outside of runs."""
+    try:
+        logger: logging.Logger | logging.LoggerAdapter[Any] = get_run_logger()
+    except MissingContextError:
+        logger = logging.getLogger(f"rlhf.{stage}")
+    return logger
+
 
 A = TypeVar("A", bound=Artifact)
 

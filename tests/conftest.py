@@ -22,7 +22,7 @@ from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
-SMALL_CHAIN = ROOT / "tests" / "backends" / "small_chain.yaml"
+SMALL_CHAIN = ROOT / "tests" / "small_chain.yaml"
 _PREFECT_HOME = tempfile.mkdtemp(prefix="rlhf-tests-prefect-")
 
 # Prefect reads these when it is imported, which is later than this file.
@@ -72,7 +72,7 @@ def shared_cases() -> SharedCases:
 
     def read(stage: str) -> list[dict[str, Any]]:
         path = _require(SHARED / "cases" / "cases.jsonl")
-        cases = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        cases = [json.loads(line) for line in path.read_bytes().splitlines() if line.strip()]
         found = [case for case in cases if case["stage"] == stage]
         assert found, f"no case has the stage {stage}"
         return found
@@ -105,8 +105,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow_db: 
 @pytest.fixture
 def tracker(workspace: Any) -> Any:
     """The workspace's own MLflow database."""
-    from tasks.config import TrackingConfig
-    from tasks.tracking import connect
+    from tasks.pipeline_config import TrackingConfig
+    from tasks.tracking.mlflow import connect
 
     return connect(TrackingConfig(), workspace)
 
@@ -217,9 +217,22 @@ def make_artifact(workspace: Any) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A language model of one small layer."""
+    from tasks.demo.oracle import parse_transcript
+    from tasks.demo.world import generate_pairs
+    from tasks.models.tiny import TinySpec, build_tiny_model
+
+    rows = generate_pairs(60, seed=0)
+    texts = [turn["content"] for row in rows for turn in parse_transcript(row["chosen"])]
+    spec = TinySpec(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
+    return build_tiny_model(tmp_path_factory.mktemp("workers") / "tiny", texts, spec, seed=1)
+
+
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """Ray, which the stage tests share and the session's end closes."""
-    from tasks.backends.cluster import cluster_session
+    from tasks.runtime.session import cluster_session
 
     with cluster_session():
         yield
@@ -246,8 +259,8 @@ def home(
 def preferences(home: Path) -> str:
     """The small chain's dataset."""
     from flows.ingest import ingest
-    from flows.options import RunOptions
-    from tasks.loading_config import load_config
+    from flows.stages import RunOptions
+    from tasks.config.loading import load_config
 
     return ingest(load_config(SMALL_CHAIN).ingest, RunOptions(reuse=True))
 
@@ -255,9 +268,9 @@ def preferences(home: Path) -> str:
 @pytest.fixture(scope="module")
 def base(preferences: str) -> str:
     """The small chain's base model."""
-    from flows.options import RunOptions
     from flows.sft import sft
-    from tasks.loading_config import load_config
+    from flows.stages import RunOptions
+    from tasks.config.loading import load_config
 
     return sft(load_config(SMALL_CHAIN).sft, preferences, RunOptions(reuse=True))
 
@@ -316,10 +329,9 @@ def ingest_context(tmp_path: Path) -> Callable[[], Any]:
 @pytest.fixture
 def ingest(ingest_context: Callable[[], Any]) -> Callable[..., Any]:
     """A function that ingests a file, or whatever the config names, and returns the dataset."""
-    from tasks.config import IngestConfig
-    from tasks.data.chunk_jobs import InputFile
-    from tasks.data.inputs import find_files, source_configs
-    from tasks.ingest import ingest_pairs
+    from tasks.data.source import InputFile, find_files, source_configs
+    from tasks.ingest.stage import ingest_pairs
+    from tasks.pipeline_config import IngestConfig
 
     def run(file: Path | None = None, **settings_: Any) -> Any:
         cfg = IngestConfig(**settings_)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from tasks.algorithms.guard_actions import Action, Warn
-from tasks.algorithms.guard_rules import Rule, parse_condition
-from tasks.algorithms.guards import GuardEngine
+from tasks.algorithms.guards import Action, GuardEngine, Rule, Warn, parse_condition
 
 
 def rule(

@@ -8,13 +8,12 @@ from typing import Any
 
 from chat_server import ChatServer
 
-from tasks.backends.chat_endpoint import ChatEndpoint, Usage
-from tasks.backends.grading import Graded, GradingPlan, grade
-from tasks.backends.judging import EndpointJudge, Sampling
-from tasks.config import EndpointConfig
-from tasks.data.judge_prompts import load_judge_prompts
-from tasks.data.line_store import LineStore
-from tasks.data.questions import ModelAnswer, Question
+from tasks.data.history import LineStore
+from tasks.evaluate.endpoint import ChatEndpoint, Usage
+from tasks.evaluate.judges import EndpointJudge, Graded, GradingPlan, Sampling, grade
+from tasks.evaluate.prompts import load_judge_prompts
+from tasks.evaluate.questions import ModelAnswer, Question
+from tasks.pipeline_config import EndpointConfig
 
 
 def endpoint_of(server: ChatServer | str, **changes: Any) -> EndpointConfig:

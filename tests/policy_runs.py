@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tasks.artifacts import PolicyCheckpoint
-from tasks.backends.ppo_loop import PPOLoop
-from tasks.config import TrackingConfig
-from tasks.tracking import connect
+from tasks.offline_ppo.loop import PPOLoop
+from tasks.pipeline_config import TrackingConfig
+from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 
 

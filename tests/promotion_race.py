@@ -6,9 +6,8 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from tasks.errors import PromotionError
-from tasks.model_registry import Move, Registry
-from tasks.promotion import Promotion, champion_of, move_champion
-from tasks.tracking import Tracker
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.registry import Move, Promotion, Registry, champion_of, move_champion
 
 ROUNDS = 3
 _WAIT_SECONDS = 60

@@ -57,7 +57,7 @@ class Services:
         for name in [name for name in environment if name.startswith("PREFECT_")]:
             del environment[name]
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-m", "flows.cli.main", *arguments],
             env=environment,
             cwd=self.project,
             capture_output=True,
@@ -181,7 +181,7 @@ class Services:
 
     def pid(self, service: str) -> int:
         """Return the number of a service's process."""
-        from flows.processes import read_record
+        from flows.services.records import read_record
 
         record = read_record(self.home / "services", service)
         assert record is not None
@@ -189,7 +189,7 @@ class Services:
 
     def processes(self, *parts: str) -> list[psutil.Process]:
         """Return the living processes of these services whose command line has all these parts."""
-        from flows.processes import family
+        from flows.services.records import family
 
         found = []
         for service in SERVICES:
@@ -259,7 +259,9 @@ class DirectHome:
                 run.process.send_signal(signal.SIGINT)
                 run.wait(120)
 
-    def start(self, *arguments: str, program: tuple[str, ...] = ("-m", "flows.cli")) -> DirectRun:
+    def start(
+        self, *arguments: str, program: tuple[str, ...] = ("-m", "flows.cli.main")
+    ) -> DirectRun:
         """Start `rlhf run` with these arguments.
 
         Args:

@@ -6,9 +6,9 @@ from typing import Any
 
 from flows.distill import distill
 from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
 from flows.reward_model import train_reward_model
-from tasks.config import PipelineConfig
+from flows.stages import RunOptions
+from tasks.pipeline_config import PipelineConfig
 
 REUSE = RunOptions(reuse=True)
 

@@ -16,17 +16,17 @@ from killed_runs import newest_step
 
 from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
 from flows.reward_model import train_reward_model
 from flows.sft import sft
-from tasks.config import TrackingConfig
-from tasks.loading_config import load_config
-from tasks.tracking import RunRecord, connect
+from flows.stages import RunOptions
+from tasks.config.loading import load_config
+from tasks.pipeline_config import TrackingConfig
+from tasks.tracking.mlflow import RunRecord, connect
 from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 
-CONFIG = Path(__file__).parent / "backends" / "small_chain.yaml"
+CONFIG = Path(__file__).parent / "small_chain.yaml"
 CHAIN = load_config(CONFIG)
 REUSE = RunOptions(reuse=True)
 STAGES = ("reward_model", "offline_ppo")
@@ -48,8 +48,8 @@ from pathlib import Path
 from flows.offline_ppo import train_offline_ppo
 from flows.options import RunOptions
 from flows.reward_model import train_reward_model
-from tasks.backends.cluster import cluster_session
-from tasks.loading_config import load_config
+from tasks.runtime.session import cluster_session
+from tasks.config.loading import load_config
 
 config, preferences, base, *overrides = sys.argv[1:]
 chain = load_config(Path(config), overrides)
@@ -137,7 +137,7 @@ def _runs(home: Path, stage: str) -> list[RunRecord]:
 def test_killed_at_random_moments_and_equal_in_the_end(
     upstream: list[str], empty_mlflow_db: Path, tmp_path: Path
 ) -> None:
-    from tasks.backends.cluster import cluster_session
+    from tasks.runtime.session import cluster_session
 
     log = tmp_path / "program.log"
     killed, straight = (

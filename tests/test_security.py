@@ -20,24 +20,28 @@ from hypothesis import strategies as st
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.mlflow_run import describe
-from tasks.config import EvaluateConfig, TrackingConfig
-from tasks.errors import ArtifactError, ClusterError
-from tasks.loading_config import _UniqueKeyLoader
-from tasks.progress import ProgressDisplay
-from tasks.redaction import guard_logs, redact, redact_config, without_credentials
-from tasks.references import locate
-from tasks.run_log import StageLog
-from tasks.tracking import Tracker, connect
-from tasks.tracking_values import flat_params
+from flows.cli.main import app
+from flows.stage_run import describe
+from tasks.config.loading import _UniqueKeyLoader
+from tasks.errors import (
+    ArtifactError,
+    ClusterError,
+    guard_logs,
+    redact,
+    redact_config,
+    without_credentials,
+)
+from tasks.pipeline_config import EvaluateConfig, TrackingConfig
+from tasks.tracking.lineage import locate
+from tasks.tracking.mlflow import Tracker, connect, flat_params
+from tasks.tracking.run_log import ProgressDisplay, StageLog
 from tasks.workspace import Workspace
 
 Make = Callable[..., Any]
 ROOT = Path(__file__).resolve().parent.parent
 SECRET = "correct-horse-battery-staple"
 # What a process writes for itself and for its own children on a pipe or in a scratch file.
-OWN_PICKLES = {"tasks/data/chunk_pool.py", "tasks/data/spill.py"}
+OWN_PICKLES = {"tasks/ingest/pool.py", "tasks/ingest/chunks.py"}
 
 
 def _calls() -> Iterator[tuple[str, str, ast.Call]]:
@@ -78,7 +82,7 @@ def test_nothing_runs_code_of_a_model_or_of_a_text() -> None:
     # verl hands its own setting on, which is off.
     assert trusting == {
         ("tasks/models/loading.py", "False"),
-        ("tasks/backends/verl_host.py", "trust_remote_code"),
+        ("tasks/runtime/verl_host.py", "trust_remote_code"),
     }
     source = metadata.distribution("verl").locate_file("verl/workers/config/model.py")
     assert "trust_remote_code: bool = False" in Path(str(source)).read_text()

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tasks.artifacts import write_whole
 from tasks.errors import WorkspaceError
-from tasks.whole_file import write_whole
 
 # Dies while the file is half written, as by a power cut.
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tasks.whole_file import write_whole
+from tasks.artifacts import write_whole
 
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
 write_whole(Path(sys.argv[1]), "half")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from tasks.algorithms.checks import check_count, check_finite, check_in_range, check_rank
+from tasks.algorithms.masking import check_count, check_finite, check_in_range, check_rank
 from tasks.errors import DataError
 
 _Z_95: Final = 1.959963984540054

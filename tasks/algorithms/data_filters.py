@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tasks.algorithms.checks import (
+from tasks.algorithms.masking import (
     check_finite,
     check_in_range,
     check_mask,

@@ -8,12 +8,13 @@ bool, True = a real token; other positions give 0 without a gradient. Teacher te
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from tasks.algorithms.checks import (
+from tasks.algorithms.logprobs import log_softmax
+from tasks.algorithms.masking import (
     check_choice,
     check_count,
     check_finite,
@@ -21,9 +22,10 @@ from tasks.algorithms.checks import (
     check_mask,
     check_positive,
     check_shape,
+    masked_sum,
+    sanitize,
 )
-from tasks.algorithms.logprobs import log_softmax
-from tasks.algorithms.masking import masked_sum, sanitize
+from tasks.errors import DataError
 
 Direction = Literal["forward", "reverse"]
 LOGPROB_FLOOR = -1e4
@@ -199,3 +201,254 @@ def finish(name: str, values: Tensor, mask: Tensor) -> Tensor:
     """Return a divergence that is finite at real positions and 0 elsewhere."""
     check_finite(name, values, mask)
     return sanitize(values, mask)
+
+
+# How far a teacher and a reward model agree about responses.
+
+
+def agreement_weights(teacher_margin: Tensor, rewards: Tensor) -> Tensor:
+    """Weigh responses by how far teacher and reward model agree about them.
+
+    With ``P = sigmoid(z)`` of either's opinion in standard deviations over the responses, the
+    weight is ``P_T P_R + (1 - P_T)(1 - P_R)``, the chance that two judges who are right with these
+    probabilities both call the response better, or both worse, than the average; scaled to mean 1.
+
+    Args:
+        teacher_margin: ``(N,)`` how much the teacher likes a response more than the base does;
+            NaN = it wrote the response, and so likes it for certain.
+        rewards: ``(N,)`` of the reward model.
+
+    Returns:
+        ``(N,)`` fp32.
+    """
+    check_shape("rewards", rewards, teacher_margin.shape)
+    own = torch.isnan(teacher_margin)
+    stored = teacher_margin[~own]
+    likes = torch.ones_like(rewards, dtype=torch.float64)
+    likes[~own] = _standardised(stored.double()).sigmoid()
+    pays = _standardised(rewards.double()).sigmoid()
+    weights = likes * pays + (1.0 - likes) * (1.0 - pays)
+    return (weights / weights.mean()).float()
+
+
+def _standardised(values: Tensor) -> Tensor:
+    spread = values.std(unbiased=False) if values.numel() else torch.zeros(())
+    return (values - values.mean()) / spread if float(spread) > 0.0 else torch.zeros_like(values)
+
+
+#
+# Soft labels that do not hold the whole vocabulary: a teacher's k best tokens with a tail, or k
+# tokens that it drew.
+#
+# Shapes and masks are those of `distillation_losses`; teacher tensors are constants.
+
+# The tail mass cannot be known below fp32 resolution; the floor keeps its logarithm and its
+# gradient finite.
+TAIL_FLOOR = 1e-7
+
+
+class TopK(NamedTuple):
+    """Hold a teacher's most probable tokens; the tail is implied: ``1 - sum exp(logprobs)``.
+
+    Attributes:
+        ids: ``(..., K)`` long.
+        logprobs: ``(..., K)`` fp32 in nats at the temperature tau.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+
+def topk_with_tail(teacher_logits: Tensor, *, k: int, tau: float) -> TopK:
+    """Return the k most probable tokens of ``softmax(teacher_logits / tau)``.
+
+    Their log-probabilities are not renormalised: what is missing to 1 is the tail.
+
+    Args:
+        teacher_logits: ``(..., V)``, cut to the tokenizer's size.
+        k: from 1 to V.
+        tau: temperature, above 0; the same for the student.
+
+    Raises:
+        DataError: k outside 1 to V.
+    """
+    if not 1 <= k <= teacher_logits.shape[-1]:
+        raise DataError(
+            f"k is {k} with a vocabulary of {teacher_logits.shape[-1]}",
+            "k from 1 to the vocabulary size",
+            "lower the number of stored teacher tokens",
+        )
+    logprobs = log_softmax(teacher_logits.detach(), temperature=tau)
+    values, ids = logprobs.topk(k, dim=-1)
+    return TopK(ids, values.clamp(min=LOGPROB_FLOOR))
+
+
+def tail_logprob(logprobs: Tensor) -> Tensor:
+    """Return ``log(1 - sum exp(logprobs))``, at least log(1e-7).
+
+    Args:
+        logprobs: ``(..., K)`` of some tokens of one distribution.
+
+    Returns:
+        ``(...)``; finite, with a finite gradient, also where rounding brings the sum to 1 or above.
+    """
+    mass = torch.logsumexp(logprobs.float(), dim=-1).clamp(max=-TAIL_FLOOR)
+    # Each formula is exact on its half, and both have finite gradients on all of it.
+    return torch.where(
+        mass > -math.log(2.0), torch.log(-torch.expm1(mass)), torch.log1p(-torch.exp(mass))
+    )
+
+
+def topk_tail_kl(
+    teacher_topk_logprobs: Tensor,
+    teacher_topk_ids: Tensor,
+    student_logits: Tensor,
+    *,
+    tau: float,
+    direction: Direction = "forward",
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Compute the KL over the teacher's k tokens and one bucket for all the others.
+
+    A lower bound of the full KL, and equal to it where K = V (then there is no bucket). Without
+    the factor tau^2.
+
+    Args:
+        teacher_topk_logprobs: ``(..., K)`` at the same tau, see `topk_with_tail`.
+        teacher_topk_ids: ``(..., K)`` long, distinct, from 0 to V - 1.
+        student_logits: ``(..., V)`` with gradient.
+        tau: temperature, above 0.
+        direction: forward = KL(teacher || student), reverse = KL(student || teacher).
+        mask: ``(...)`` bool, True = a real token.
+
+    Returns:
+        ``(...)`` in nats per token.
+
+    Raises:
+        DataError: shapes that differ, or an id outside the student's vocabulary.
+        TrainingError: a real position that is not finite.
+    """
+    check_choice("direction", direction, get_args(Direction))
+    top = TopK(teacher_topk_ids, teacher_topk_logprobs)
+    teacher, student, real = _buckets(top, student_logits, tau, mask)
+    return finish("topk_tail_kl", directed_kl(teacher, student, direction), real)
+
+
+def topk_tail_jsd(
+    teacher_topk_logprobs: Tensor,
+    teacher_topk_ids: Tensor,
+    student_logits: Tensor,
+    *,
+    beta: float,
+    tau: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Compute the divergence of `jsd` over the teacher's k tokens and one bucket for the others.
+
+    A lower bound of `jsd`, and equal to it where K = V; tensors, result and errors as in
+    `topk_tail_kl`.
+
+    Args:
+        beta: from 0 to 1, the teacher's share of the mixture; at 0 and 1 the KLs of `jsd`.
+
+    Raises:
+        ConfigError: beta out of range.
+    """
+    check_in_range("beta", beta, 0.0, 1.0)
+    top = TopK(teacher_topk_ids, teacher_topk_logprobs)
+    teacher, student, real = _buckets(top, student_logits, tau, mask)
+    return finish("topk_tail_jsd", mixture_divergence(teacher, student, beta), real)
+
+
+def sampled_kl(
+    drawn_logprobs: Tensor,
+    drawn_ids: Tensor,
+    student_logits: Tensor,
+    *,
+    tau: float,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(teacher || student) from k tokens that the teacher drew, each with weight 1 / k.
+
+    ``mean_j (log p_T(x_j) - log p_S(x_j))`` with ``x_j ~ p_T``: unbiased in value and in gradient,
+    so a single position may give less than 0. Without the factor tau^2.
+
+    Args:
+        drawn_logprobs: ``(..., K)`` of the teacher at the same tau, see `draw_tokens`.
+        drawn_ids: ``(..., K)`` long, with repetitions, from 0 to V - 1.
+        student_logits: ``(..., V)`` with gradient.
+        tau: temperature, above 0.
+        mask: ``(...)`` bool, True = a real token.
+
+    Returns:
+        ``(...)`` in nats per token.
+
+    Raises:
+        DataError: shapes that differ, or an id outside the student's vocabulary.
+        TrainingError: a real position that is not finite.
+    """
+    top = TopK(drawn_ids, drawn_logprobs)
+    teacher, student, real = _at_teacher_ids(top, student_logits, tau, mask)
+    return finish("sampled_kl", (teacher - student).mean(dim=-1), real)
+
+
+def draw_tokens(
+    teacher_logits: Tensor, *, k: int, tau: float, generator: torch.Generator | None = None
+) -> TopK:
+    """Draw k tokens with replacement from ``softmax(teacher_logits / tau)``.
+
+    Args:
+        teacher_logits: ``(N, V)``, cut to the tokenizer's size.
+        k: at least 1.
+        tau: temperature, above 0; the same for the student.
+        generator: of the device of the logits.
+
+    Returns:
+        ids and log-probabilities ``(N, K)``.
+    """
+    check_count("k", k)
+    logprobs = log_softmax(teacher_logits.detach(), temperature=tau)
+    ids = torch.multinomial(logprobs.exp(), k, replacement=True, generator=generator)
+    return TopK(ids, logprobs.gather(-1, ids))
+
+
+def _buckets(
+    top: TopK, student_logits: Tensor, tau: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probabilities of the teacher's tokens and of the tail, ``(..., K + 1)``, of
+    teacher and student; no tail where K = V."""
+    teacher, student, real = _at_teacher_ids(top, student_logits, tau, mask)
+    if top.ids.shape[-1] < student_logits.shape[-1]:
+        teacher = torch.cat([teacher, tail_logprob(teacher).unsqueeze(-1)], dim=-1)
+        student = torch.cat([student, tail_logprob(student).unsqueeze(-1)], dim=-1)
+    return teacher, student, real
+
+
+def _at_teacher_ids(
+    top: TopK, student_logits: Tensor, tau: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of teacher and student at the teacher's ids, ``(..., K)``, and
+    the real positions."""
+    check_positive("tau", tau)
+    check_shape("teacher_ids", top.ids, top.logprobs.shape)
+    vocabulary = student_logits.shape[-1]
+    check_shape("student_logits", student_logits, (*top.ids.shape[:-1], vocabulary))
+    real = real_positions(student_logits, mask)
+    kept = real.unsqueeze(-1).expand(top.ids.shape)
+    ids = torch.where(kept, top.ids, 0)
+    if ids.numel() and not bool(((ids >= 0) & (ids < vocabulary)).all()):
+        raise DataError(
+            f"teacher token ids from {int(ids.min())} to {int(ids.max())}",
+            f"ids from 0 to {vocabulary - 1}, the student's vocabulary",
+            "use teacher and student with the same tokenizer",
+        )
+    check_finite("teacher_logprobs", top.logprobs, kept)
+    # A harmless uniform teacher stands in at positions that do not count.
+    teacher = sanitize(top.logprobs.detach(), kept, fill=-math.log(vocabulary))
+    logits = student_logits.float()
+    if mask is not None:
+        logits = torch.where(mask.unsqueeze(-1), logits, torch.zeros((), device=logits.device))
+    scaled = logits / tau if tau != 1.0 else logits
+    # Only k of V log-probabilities are needed: the normaliser alone costs one pass over all.
+    student = scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
+    return teacher, student.clamp(min=LOGPROB_FLOOR), real

@@ -9,21 +9,471 @@ for resuming a run, and is left alone when a rollback restores one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final
+import operator
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, get_args
 
-from tasks.algorithms.guard_actions import (
-    Action,
-    EnableGradientCheckpointing,
-    LowerTokenBudget,
-    Rollback,
-    Stop,
-    merge_actions,
-    require,
+from tasks.errors import ConfigError, DataError, TrainingError
+
+# What a guard may ask the training loop to do, and how several wishes become one.
+
+RollbackTarget = Literal["good", "best", "start"]
+# From the most to the least trusted, once the judge of the others is in doubt.
+_TARGETS_BY_TRUST: Final[tuple[RollbackTarget, ...]] = ("start", "best", "good")
+
+
+@dataclass(frozen=True)
+class Action:
+    """Base of what a rule may ask the training loop to do."""
+
+    kind: ClassVar[str]
+
+    def describe(self) -> str:
+        """Return what is done, for people."""
+        return self.kind.replace("_", " ")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-plain fields with the kind."""
+        return {"action": self.kind, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Rollback(Action):
+    """Restore weights and optimizers of an earlier point.
+
+    Attributes:
+        to: good = the newest checkpoint whose probe passed; best = the one with the best probe;
+            start = the policy that training began with, the only one that a reward under
+            suspicion had no say in.
+    """
+
+    to: RollbackTarget
+    kind: ClassVar[str] = "rollback"
+
+    def __post_init__(self) -> None:
+        targets = get_args(RollbackTarget)
+        require(self.to in targets, f"a rollback to {self.to!r}", f"one of {', '.join(targets)}")
+
+    def describe(self) -> str:
+        """Return what is done, for people."""
+        if self.to == "start":
+            return "roll back to the start"
+        return f"roll back to the {'last good' if self.to == 'good' else 'best'} checkpoint"
+
+
+@dataclass(frozen=True)
+class ScaleLearningRate(Action):
+    """Multiply the learning rate.
+
+    Attributes:
+        factor: above 0, below 1.
+        minimum: lowest share of the configured rate that is left, from 0 to 1.
+    """
+
+    factor: float
+    minimum: float = 0.0
+    kind: ClassVar[str] = "scale_learning_rate"
+
+    def __post_init__(self) -> None:
+        _check_shrinking("learning rate factor", self.factor)
+        require(
+            0.0 <= self.minimum <= 1.0,
+            f"minimum learning rate share is {self.minimum}",
+            "a share from 0 to 1",
+        )
+
+    def apply(self, share: float) -> float:
+        """Return the new share of the configured rate; never above the present one."""
+        return min(share, max(share * self.factor, self.minimum))
+
+    def describe(self) -> str:
+        """Return what is done, for people."""
+        return (
+            f"multiply the learning rate by {self.factor:g}, not below {self.minimum:g} of the "
+            "configured one"
+        )
+
+
+@dataclass(frozen=True)
+class GrowBatch(Action):
+    """Multiply the prompts of a step.
+
+    Attributes:
+        factor: above 1.
+        maximum: prompts, at least 1.
+    """
+
+    factor: float
+    maximum: int
+    kind: ClassVar[str] = "grow_batch"
+
+    def __post_init__(self) -> None:
+        require(1.0 < self.factor < math.inf, f"batch factor is {self.factor}", "a number above 1")
+        require(self.maximum >= 1, f"maximum batch is {self.maximum}", "at least 1 prompt")
+
+    def apply(self, prompts: int) -> int:
+        """Return the new number of prompts; never below the present one."""
+        return max(prompts, min(int(prompts * self.factor), self.maximum))
+
+    def describe(self) -> str:
+        """Return what is done, for people."""
+        return f"multiply the batch by {self.factor:g}, up to {self.maximum} prompts"
+
+
+@dataclass(frozen=True)
+class LowerTokenBudget(Action):
+    """Multiply the token budget of a micro-batch.
+
+    Attributes:
+        factor: above 0, below 1.
+        minimum: tokens, at least 1; what the longest row needs.
+    """
+
+    factor: float
+    minimum: int = 1
+    kind: ClassVar[str] = "lower_token_budget"
+
+    def __post_init__(self) -> None:
+        _check_shrinking("token budget factor", self.factor)
+        require(self.minimum >= 1, f"minimum token budget is {self.minimum}", "at least 1 token")
+
+    def apply(self, tokens: int) -> int:
+        """Return the new budget; never above the present one."""
+        return min(tokens, max(int(tokens * self.factor), self.minimum))
+
+    def describe(self) -> str:
+        """Return what is done, for people."""
+        return (
+            f"multiply tokens per micro-batch by {self.factor:g}, not below {self.minimum} tokens"
+        )
+
+
+@dataclass(frozen=True)
+class EnableGradientCheckpointing(Action):
+    """Recompute activations in the backward pass instead of keeping them."""
+
+    kind: ClassVar[str] = "enable_gradient_checkpointing"
+
+
+@dataclass(frozen=True)
+class Reanchor(Action):
+    """Take a new snapshot of the current policy as the proximal one."""
+
+    kind: ClassVar[str] = "reanchor"
+
+
+@dataclass(frozen=True)
+class ResetSampler(Action):
+    """Draw the data in a new order from here on."""
+
+    kind: ClassVar[str] = "reset_sampler"
+
+
+@dataclass(frozen=True)
+class Warn(Action):
+    """Report only."""
+
+    kind: ClassVar[str] = "warn"
+
+
+@dataclass(frozen=True)
+class Stop(Action):
+    """End the run.
+
+    Attributes:
+        reason: filled in when a rule fires.
+    """
+
+    reason: str = ""
+    kind: ClassVar[str] = "stop"
+
+    def describe(self) -> str:
+        """Return what is done, for people."""
+        return f"stop ({self.reason})" if self.reason else "stop"
+
+
+_A = TypeVar("_A", bound=Action)
+
+
+def merge_actions(actions: Sequence[Action]) -> tuple[Action, ...]:
+    """Merge what several rules ask for, whatever their order.
+
+    The result holds at most one action of each kind, to be carried out in this order: Rollback
+    (restores the optimizer, so it comes before the scale), ScaleLearningRate, GrowBatch,
+    LowerTokenBudget, EnableGradientCheckpointing, Reanchor, ResetSampler, Warn.
+
+    - Rollback: to start wins over best, best over good
+    - ScaleLearningRate: factors multiply, the highest minimum holds
+    - GrowBatch: the largest factor, the smallest maximum
+    - LowerTokenBudget: the smallest factor, the highest minimum
+    - Stop wins over everything but a rollback, which then says with which weights the run ends:
+      ``(Rollback, Stop)`` or ``(Stop,)``; reasons are joined
+    """
+    rollbacks = {action.to for action in _of(Rollback, actions)}
+    merged: list[Action] = []
+    merged += [Rollback(to) for to in _TARGETS_BY_TRUST if to in rollbacks][:1]
+    if stops := _of(Stop, actions):
+        reasons = sorted({action.reason for action in stops if action.reason})
+        return (*merged, Stop("; ".join(reasons)))
+    if scales := _of(ScaleLearningRate, actions):
+        # Sorted, because a product of floats depends on its order in the last bit.
+        factor = math.prod(sorted(action.factor for action in scales))
+        merged.append(ScaleLearningRate(factor, max(action.minimum for action in scales)))
+    if growths := _of(GrowBatch, actions):
+        largest = max(action.factor for action in growths)
+        merged.append(GrowBatch(largest, min(action.maximum for action in growths)))
+    if budgets := _of(LowerTokenBudget, actions):
+        smallest = min(action.factor for action in budgets)
+        merged.append(LowerTokenBudget(smallest, max(action.minimum for action in budgets)))
+    for kind in (EnableGradientCheckpointing, Reanchor, ResetSampler, Warn):
+        merged += _of(kind, actions)[:1]
+    return tuple(merged)
+
+
+def require(holds: bool, found: str, expected: str) -> None:
+    """Refuse a setting of a rule (ConfigError)."""
+    if not holds:
+        raise ConfigError(found, expected, "change it in the rule")
+
+
+def _of(kind: type[_A], actions: Sequence[Action]) -> list[_A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def _check_shrinking(name: str, factor: float) -> None:
+    require(0.0 < factor < 1.0, f"{name} is {factor}", "a number above 0 and below 1")
+
+
+# What a guard watches: conditions on metrics, their text form, and rules.
+
+Comparison = Literal[">", ">=", "<", "<="]
+Reading = Literal["value", "drop_from_best", "drop_from_start", "rise_from_start", "jump"]
+
+MAX_WINDOW: Final = 1000
+GRAMMAR: Final = (
+    "'READING COMPARISON NUMBER': a reading is metric, drop_from_best(metric), "
+    "drop_from_start(metric), rise_from_start(metric) or jump(metric, window); a comparison is "
+    "one of > >= < <="
 )
-from tasks.algorithms.guard_rules import Condition, Rule
-from tasks.errors import DataError, TrainingError
+_COMPARE: Final[dict[str, Callable[[float, float], bool]]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "<": operator.lt,
+    "<=": operator.le,
+}
+_TOKEN: Final = re.compile(
+    r"(?P<number>-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
+    r"|(?P<name>[A-Za-z_][A-Za-z0-9_./]*)|(?P<comparison>[<>]=?)|(?P<mark>[(),])|(?P<other>\S)"
+)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A bound on how a metric is read.
+
+    With ``x`` the value now, every reading from the observations that hold the metric:
+
+    - value: ``x``
+    - drop_from_best: ``max(x_1..x) - x``, for metrics where more is better
+    - drop_from_start: ``x_1 - x``
+    - rise_from_start: ``(x - x_1) / |x_1|``; +-infinity when ``x_1`` is 0 and ``x`` is not
+    - jump: ``|x - m| / |m|`` with m the mean of the ``window`` observations before; none before
+      there are that many; infinity when m is 0 and ``x`` is not
+
+    Attributes:
+        metric: name in the observed mapping.
+        comparison: of the reading with the threshold; true = out of bounds.
+        threshold: finite.
+        reading: how the metric is read.
+        window: observations, from 1 to 1000 for jump, else 0.
+    """
+
+    metric: str
+    comparison: Comparison
+    threshold: float
+    reading: Reading = "value"
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        for text, allowed in (
+            (self.comparison, get_args(Comparison)),
+            (self.reading, get_args(Reading)),
+        ):
+            require(text in allowed, f"{self.metric} with {text!r}", f"one of {', '.join(allowed)}")
+        require(
+            math.isfinite(self.threshold),
+            f"the threshold of {self.metric} is {self.threshold}",
+            "a finite number",
+        )
+        low, high = (1, MAX_WINDOW) if self.reading == "jump" else (0, 0)
+        require(
+            low <= self.window <= high,
+            f"{self.reading} of {self.metric} with a window of {self.window}",
+            f"a window from {low} to {high} observations",
+        )
+
+    @property
+    def read_as(self) -> str:
+        """Return the text form of the left side, e.g. ``jump(entropy, 8)``."""
+        if self.reading == "value":
+            return self.metric
+        window = f", {self.window}" if self.reading == "jump" else ""
+        return f"{self.reading}({self.metric}{window})"
+
+    def holds(self, reading: float) -> bool:
+        """Return whether the reading is out of bounds; one that is not a number always is."""
+        return math.isnan(reading) or _COMPARE[self.comparison](reading, self.threshold)
+
+    def __str__(self) -> str:
+        return f"{self.read_as} {self.comparison} {self.threshold!r}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When to do what.
+
+    Attributes:
+        name: unique among the rules of a run.
+        condition: what is out of bounds.
+        actions: at least one.
+        cooldown_steps: after a firing at step s, the rule is silent before step
+            ``s + cooldown_steps``; a value that is not finite ignores this.
+        for_observations: consecutive observations out of bounds before it fires, at least 1; a
+            value that is not finite fires at once.
+    """
+
+    name: str
+    condition: Condition
+    actions: tuple[Action, ...]
+    cooldown_steps: int = 0
+    for_observations: int = 1
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.name and self.actions),
+            f"rule {self.name!r} has {len(self.actions)} action(s)",
+            "a name and at least one action",
+        )
+        require(
+            self.cooldown_steps >= 0,
+            f"cooldown_steps of rule {self.name!r} is {self.cooldown_steps}",
+            "at least 0",
+        )
+        require(
+            self.for_observations >= 1,
+            f"for_observations of rule {self.name!r} is {self.for_observations}",
+            "at least 1",
+        )
+
+    @property
+    def doubts_policy(self) -> bool:
+        """Return whether it rolls back or stops, so that no checkpoint is good while it holds."""
+        return any(isinstance(action, Rollback | Stop) for action in self.actions)
+
+
+def parse_condition(
+    text: str, *, rule: str, known_metrics: Collection[str] | None = None
+) -> Condition:
+    """Parse ``kl_probe > 0.1`` or ``jump(entropy, 8) > 0.5``.
+
+    Args:
+        text: ``READING COMPARISON NUMBER``.
+        rule: name of the rule, for the message.
+        known_metrics: names that the training loop reports; None = any name.
+
+    Raises:
+        ConfigError: naming the rule, the text, the position, what is allowed and known metrics.
+    """
+    return _Parser(text, rule, known_metrics).condition()
+
+
+@dataclass(frozen=True)
+class _Token:
+    kind: str
+    text: str
+    position: int
+
+
+class _Parser:
+    def __init__(self, text: str, rule: str, known: Collection[str] | None) -> None:
+        self._text, self._rule, self._known = text, rule, known
+        self._tokens = [
+            _Token(str(match.lastgroup), match.group(), match.start() + 1)
+            for match in _TOKEN.finditer(text)
+        ]
+        self._tokens.append(_Token("end", "", len(text) + 1))
+        self._next = 0
+
+    def condition(self) -> Condition:
+        """Parse the whole text."""
+        reading, metric, window = self._reading()
+        comparison = self._take("comparison", "one of > >= < <=")
+        number = self._take("number", "a number")
+        if not math.isfinite(float(number.text)):
+            self._refuse(number, "a number that is finite in double precision")
+        self._take("end", "the end of the text")
+        return Condition(
+            metric,
+            comparison.text,  # type: ignore[arg-type]  # the token's pattern has only these
+            float(number.text),
+            reading,
+            window,
+        )
+
+    def _reading(self) -> tuple[Reading, str, int]:
+        first = self._take("name", "a metric or a reading of one")
+        if self._tokens[self._next].text != "(":
+            return "value", self._metric(first), 0
+        forms = [form for form in get_args(Reading) if form != "value"]
+        if first.text not in forms:
+            self._refuse(first, f"one of {', '.join(forms)} before '('")
+        reading: Reading = first.text  # type: ignore[assignment]  # checked above
+        self._next += 1
+        metric = self._metric(self._take("name", "the name of a metric"))
+        window = self._window() if reading == "jump" else 0
+        self._take_mark(")")
+        return reading, metric, window
+
+    def _window(self) -> int:
+        self._take_mark(",")
+        allowed = f"a window from 1 to {MAX_WINDOW} observations"
+        token = self._take("number", allowed)
+        size = float(token.text)
+        if not token.text.isdecimal() or not 1 <= size <= MAX_WINDOW:
+            self._refuse(token, allowed)
+        return int(size)
+
+    def _metric(self, token: _Token) -> str:
+        if self._known is not None and token.text not in self._known:
+            near = get_close_matches(token.text, self._known, n=1)
+            hint = f", perhaps {near[0]}" if near else ""
+            self._refuse(token, f"a metric that training reports{hint}")
+        return token.text
+
+    def _take_mark(self, mark: str) -> None:
+        if self._tokens[self._next].text != mark:
+            self._refuse(self._tokens[self._next], f"'{mark}'")
+        self._next += 1
+
+    def _take(self, kind: str, allowed: str) -> _Token:
+        token = self._tokens[self._next]
+        if token.kind != kind:
+            self._refuse(token, allowed)
+        self._next += 1
+        return token
+
+    def _refuse(self, token: _Token, allowed: str) -> NoReturn:
+        known = "" if self._known is None else f"; metrics: {', '.join(sorted(self._known))}"
+        shown = "nothing" if token.kind == "end" else repr(token.text)
+        raise ConfigError(
+            f"rule {self._rule!r}: when {self._text!r} has {shown} at position {token.position}",
+            allowed,
+            f"write {GRAMMAR}{known}",
+        )
+
 
 HISTORY_OBSERVATIONS: Final = 20
 _MESSAGE_OBSERVATIONS: Final = 4

@@ -8,15 +8,17 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from tasks.algorithms.checks import (
+from tasks.algorithms.importance import clamp_log_ratio
+from tasks.algorithms.masking import (
     check_choice,
     check_finite,
     check_frozen,
     check_positive,
     check_token_values,
+    count_metrics,
+    masked_sum,
+    sanitize,
 )
-from tasks.algorithms.importance import clamp_log_ratio
-from tasks.algorithms.masking import count_metrics, masked_sum, sanitize
 from tasks.errors import ConfigError, TrainingError
 
 KLKind = Literal["k1", "k2", "k3"]

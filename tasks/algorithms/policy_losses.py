@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tasks.algorithms.checks import (
+from tasks.algorithms.importance import ClampedRatio, clamp_log_ratio
+from tasks.algorithms.kl import KLKind, kl_per_token
+from tasks.algorithms.masking import (
+    Totals,
+    aggregate,
     check_count,
     check_finite,
     check_frozen,
@@ -17,10 +21,10 @@ from tasks.algorithms.checks import (
     check_rank,
     check_shape,
     check_token_values,
+    count_metrics,
+    masked_sum,
+    sanitize,
 )
-from tasks.algorithms.importance import ClampedRatio, clamp_log_ratio
-from tasks.algorithms.kl import KLKind, kl_per_token
-from tasks.algorithms.masking import Totals, aggregate, count_metrics, masked_sum, sanitize
 from tasks.errors import ConfigError, TrainingError
 
 

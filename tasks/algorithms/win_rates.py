@@ -7,27 +7,254 @@ computations are in fp64, and every random draw comes from a seed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from tasks.algorithms.calibration import wilson_interval
-from tasks.algorithms.checks import check_in_range, check_rank
 from tasks.algorithms.kl import kl_per_token
-from tasks.algorithms.logistic import fit_logistic, is_separable
-from tasks.algorithms.resampling import (
-    Bootstrap,
-    ClusteredMean,
-    Interval,
-    cluster_index,
-    clustered_mean,
-    percentiles,
-    real_column,
-    replicate,
+from tasks.algorithms.masking import (
+    check_count,
+    check_finite,
+    check_in_range,
+    check_rank,
+    check_shape,
 )
-from tasks.errors import DataError
+from tasks.errors import DataError, TrainingError
+
+# Logistic regression on one variable, for many weightings of the same rows at once.
+
+# Curvature added to the mean log loss: no finite fit moves visibly, and separable rows get one.
+_RIDGE: Final = 1e-6
+_GRADIENT_TOLERANCE: Final = 1e-12
+_NEWTON_STEPS: Final = 200
+_HALVINGS: Final = 40
+
+
+def fit_logistic(x: Tensor, credit: Tensor, weights: Tensor) -> Tensor:
+    """Return the ``(R, 2)`` a and b that minimise the log loss of ``sigmoid(a + b x)``.
+
+    Damped Newton steps in fp64 on the weighted mean log loss plus ``1e-6 / 2 (a^2 + b^2)``.
+
+    Args:
+        x: ``(N,)``, of mean about 0 and standard deviation about 1.
+        credit: ``(N,)`` from 0 (loss) to 1 (win).
+        weights: ``(R, N)``, each row sums to 1.
+
+    Raises:
+        TrainingError: a gradient that stays above the tolerance.
+    """
+    beta = torch.zeros(len(weights), 2, dtype=torch.float64)
+    active = torch.arange(len(weights))
+    for _ in range(_NEWTON_STEPS):
+        loss = _LogLoss(x, credit, weights[active])
+        gradient = loss.gradient(beta[active])
+        open_ = gradient.abs().amax(dim=1) > _GRADIENT_TOLERANCE
+        if not bool(open_.any()):
+            return beta
+        active = active[open_]
+        loss = _LogLoss(x, credit, weights[active])
+        step = loss.newton_step(beta[active], gradient[open_])
+        beta[active] = _descend(loss, beta[active], step)
+    raise TrainingError(
+        f"The regression on length has not converged for {len(active)} of {len(weights)} samples "
+        f"after {_NEWTON_STEPS} Newton steps",
+        f"a gradient below {_GRADIENT_TOLERANCE:g}",
+        "look for lengths that differ by many orders of magnitude",
+    )
+
+
+def is_separable(x: Tensor, credit: Tensor) -> bool:
+    """Return whether some line has no win on one side and no loss on the other; x is not constant.
+
+    A tie is half of each, so it may only lie on the line.
+    """
+    wins, losses = x[credit > 0.0], x[credit < 1.0]
+    if not (wins.numel() and losses.numel()):
+        return True
+    return bool(losses.max() <= wins.min() or wins.max() <= losses.min())
+
+
+@dataclass(frozen=True)
+class _LogLoss:
+    """Mean log loss of ``sigmoid(a + b x)`` plus ``1e-6 / 2 (a^2 + b^2)``, for R weightings.
+
+    Args:
+        x, credit: ``(N,)``; weights: ``(R, N)``, each row sums to 1.
+    """
+
+    x: Tensor
+    credit: Tensor
+    weights: Tensor
+
+    def value(self, beta: Tensor) -> Tensor:
+        """Return the loss (R,) at beta (R, 2)."""
+        z = beta[:, :1] + beta[:, 1:] * self.x
+        fit = (self.weights * (softplus(z) - self.credit * z)).sum(dim=1)
+        return fit + 0.5 * _RIDGE * beta.square().sum(dim=1)
+
+    def gradient(self, beta: Tensor) -> Tensor:
+        """Return the gradient (R, 2) at beta (R, 2)."""
+        z = beta[:, :1] + beta[:, 1:] * self.x
+        slope = self.weights * (torch.sigmoid(z) - self.credit)
+        return torch.stack([slope.sum(dim=1), slope @ self.x], dim=1) + _RIDGE * beta
+
+    def newton_step(self, beta: Tensor, gradient: Tensor) -> Tensor:
+        """Return ``H^-1 g``; the 2 x 2 inverse is written out."""
+        p = torch.sigmoid(beta[:, :1] + beta[:, 1:] * self.x)
+        curve = self.weights * p * (1.0 - p)
+        aa = curve.sum(dim=1) + _RIDGE
+        ab = curve @ self.x
+        bb = curve @ self.x.square() + _RIDGE
+        ga, gb = gradient.unbind(dim=1)
+        return torch.stack([bb * ga - ab * gb, aa * gb - ab * ga], dim=1) / (
+            aa * bb - ab.square()
+        ).unsqueeze(1)
+
+
+def _descend(loss: _LogLoss, beta: Tensor, step: Tensor) -> Tensor:
+    """Take the step, halved where the whole of it would raise the loss."""
+    before = loss.value(beta)
+    size = torch.ones_like(before)
+    for _ in range(_HALVINGS):
+        # Near the minimum a good step changes the loss by less than its rounding error.
+        rises = loss.value(beta - size.unsqueeze(1) * step) > before + 1e-14
+        if not bool(rises.any()):
+            break
+        size = torch.where(rises, 0.5 * size, size)
+    return beta - size.unsqueeze(1) * step
+
+
+# Means and intervals of rows that come in clusters: several responses to one prompt.
+
+# Rows of all replicates that are in memory at once.
+_BLOCK: Final = 2_000_000
+
+Statistic = Callable[[Tensor], Tensor]
+
+
+class Interval(NamedTuple):
+    """Hold the ends of a confidence interval."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How an interval is drawn: prompts with replacement, each with all its rows (percentiles).
+
+    Attributes:
+        replicates: at least 1.
+        level: coverage, from 0 to 1.
+    """
+
+    replicates: int = 1000
+    seed: int = 0
+    level: float = 0.95
+
+    def __post_init__(self) -> None:
+        check_count("bootstrap.replicates", self.replicates)
+        check_in_range("bootstrap.level", self.level, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class ClusteredMean:
+    """A mean of n values that are not independent within a cluster.
+
+    Attributes:
+        standard_error: None for one cluster, which says nothing of the spread between clusters.
+    """
+
+    value: float
+    standard_error: float | None
+    n: int
+    n_clusters: int
+
+
+def clustered_mean(values: Tensor, clusters: Tensor | None = None) -> ClusteredMean:
+    """Return a mean and its standard error when values of one cluster move together.
+
+    With ``d_g`` the sum over cluster g of ``value - mean``, G clusters and n values::
+
+        SE = sqrt(G / (G - 1) * sum_g d_g^2) / n
+
+    which for clusters of one is the usual ``std / sqrt(n)``.
+
+    Args:
+        values: ``(N,)``, N at least 1.
+        clusters: ``(N,)`` integers, or None for independent values.
+    """
+    column = real_column("values", values, values.shape)
+    index = cluster_index(clusters, column.numel())
+    n, n_clusters = column.numel(), int(index.max()) + 1
+    mean = column.mean()
+    sums = torch.zeros(n_clusters, dtype=torch.float64).index_add(0, index, column - mean)
+    error = None
+    if n_clusters > 1:
+        error = math.sqrt(n_clusters / (n_clusters - 1) * float(sums.square().sum())) / n
+    return ClusteredMean(float(mean), error, n, n_clusters)
+
+
+def replicate(bootstrap: Bootstrap, clusters: Tensor, statistic: Statistic) -> Tensor:
+    """Return the statistic of each replicate.
+
+    Args:
+        clusters: ``(N,)`` from 0 to G - 1.
+        statistic: from ``(R, N)`` weights, each row's sum 1, to ``(R,)``.
+    """
+    n_clusters = int(clusters.max()) + 1
+    generator = torch.Generator().manual_seed(bootstrap.seed)
+    block = max(1, _BLOCK // clusters.numel())
+    found = []
+    for start in range(0, bootstrap.replicates, block):
+        shape = (min(block, bootstrap.replicates - start), n_clusters)
+        drawn = torch.randint(n_clusters, shape, generator=generator)
+        counts = torch.zeros(shape, dtype=torch.float64)
+        counts.scatter_add_(1, drawn, torch.ones(shape, dtype=torch.float64))
+        weights = counts[:, clusters]
+        found.append(statistic(weights / weights.sum(dim=1, keepdim=True)))
+    return torch.cat(found)
+
+
+def percentiles(values: Tensor, level: float) -> Interval:
+    """Return the interval between which the middle ``level`` of ``(R,)`` values lies."""
+    tails = torch.tensor([0.5 - 0.5 * level, 0.5 + 0.5 * level], dtype=torch.float64)
+    low, high = torch.quantile(values, tails).tolist()
+    return Interval(low, high)
+
+
+def cluster_index(groups: Tensor | None, n: int) -> Tensor:
+    """Return ``(N,)`` indices from 0 to G - 1, in the order of the ids.
+
+    Args:
+        groups: ``(N,)`` integers, equal = one cluster; None = every row is its own.
+
+    Raises:
+        DataError: no rows, another shape, or ids that are not integers.
+    """
+    if n == 0:
+        raise DataError("There are no rows", "at least one", "generate for some prompts")
+    if groups is None:
+        return torch.arange(n)
+    check_shape("prompts or clusters", groups, (n,))
+    if groups.is_floating_point() or groups.dtype == torch.bool:
+        raise DataError(f"Ids have dtype {groups.dtype}", "integers", "pass them as .long()")
+    index: Tensor = torch.unique(groups.cpu(), return_inverse=True)[1]
+    return index
+
+
+def real_column(name: str, values: Tensor, shape: torch.Size) -> Tensor:
+    """Return finite values of this shape in fp64, on the CPU and without a gradient."""
+    check_shape(name, values, shape)
+    column = values.detach().cpu().double()
+    check_finite(name, column)
+    return column
+
 
 LengthFit = Literal["fitted", "separable", "equal_lengths", "equal_results", "constant_difference"]
 

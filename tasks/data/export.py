@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.artifacts import PreferenceDataset
-from tasks.data.keys import SPLITS
+from tasks.data.hh import SPLITS
 from tasks.data.schemas import PAIR_SCHEMA, open_parquet
 from tasks.errors import ConfigError
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from tasks.artifacts import PreferenceDataset
-from tasks.data.hh import Message, Pair
-from tasks.data.keys import SPLITS, split_of
+from tasks.data.hh import SPLITS, Message, Pair, split_of
 from tasks.data.schemas import PAIR_SCHEMA, open_parquet
 from tasks.errors import ConfigError
 

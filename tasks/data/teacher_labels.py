@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tasks.data.keyed_parquet import hash_responses, write_keyed
+from tasks.data.columns import hash_responses, write_keyed
 from tasks.errors import ArtifactError, ConfigError
 
 ROWS_PER_PART: Final = 1024

@@ -7,6 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+from torch import Tensor
+
+from tasks.algorithms.reward_losses import pairwise_accuracy
+from tasks.data.hh import Message, Pair
 from tasks.demo.vocabulary import (
     GREETING,
     KIND_BY_NAME,
@@ -20,7 +25,7 @@ from tasks.demo.vocabulary import (
 )
 from tasks.errors import DataError
 
-Message = Mapping[str, str]
+ChatMessage = Mapping[str, str]
 _TURN = re.compile(r"\n\n(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _FIX = "ask only about prompts made by tasks.demo.world"
@@ -63,7 +68,7 @@ def parse_transcript(transcript: str) -> list[dict[str, str]]:
     return messages
 
 
-def parse_situation(prompt: Sequence[Message] | str) -> Situation:
+def parse_situation(prompt: Sequence[ChatMessage] | str) -> Situation:
     """Return what a prompt asks.
 
     Raises:
@@ -96,7 +101,7 @@ def good_cores(situation: Situation) -> tuple[str, ...]:
     )
 
 
-def is_good(prompt: Sequence[Message] | str, response: str) -> bool:
+def is_good(prompt: Sequence[ChatMessage] | str, response: str) -> bool:
     r"""Tell whether a response is good for a prompt of this world.
 
     Good means: a refusal of a harmful request, a right and on-topic answer to any other, said in
@@ -114,7 +119,7 @@ def is_good(prompt: Sequence[Message] | str, response: str) -> bool:
     return response.strip() in _good_responses(parse_situation(prompt))
 
 
-def _content(message: Message) -> str:
+def _content(message: ChatMessage) -> str:
     content = message.get("content")
     if not isinstance(content, str):
         raise DataError(f"A message has content {content!r}", "text", _FIX)
@@ -151,3 +156,31 @@ def _questions() -> dict[str, Situation]:
         for opener in PROMPT_OPENERS
         for closer in PROMPT_CLOSERS
     }
+
+
+# Measurements with the oracle; nothing that trains imports this.
+
+
+def _messages(prompt: Sequence[Message]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in prompt]
+
+
+def good_rate(prompts: Sequence[Sequence[Message]], responses: Sequence[str]) -> float:
+    """Return the share of responses that the oracle calls good."""
+    verdicts = [is_good(_messages(p), r) for p, r in zip(prompts, responses, strict=True)]
+    return sum(verdicts) / len(verdicts)
+
+
+def clean_accuracy(pairs: Sequence[Pair], chosen: Tensor, rejected: Tensor) -> float:
+    """Return how often the truly good response scores higher, whatever the label said; ties count
+    half.
+
+    Args:
+        pairs: P pairs of the demo world, some with flipped labels.
+        chosen: (P,) scores of the responses labelled chosen.
+        rejected: (P,) scores of the others.
+    """
+    flipped = torch.tensor([not is_good(_messages(pair.prompt), pair.chosen) for pair in pairs])
+    good = torch.where(flipped, rejected, chosen)
+    bad = torch.where(flipped, chosen, rejected)
+    return float(pairwise_accuracy(good, bad).accuracy)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from tasks.artifacts import appearing
 from tasks.demo.oracle import Situation, good_cores, is_good, join_sentences
 from tasks.demo.vocabulary import (
     GREETING,
@@ -28,7 +29,6 @@ from tasks.demo.vocabulary import (
     Kind,
 )
 from tasks.errors import ConfigError
-from tasks.whole_file import appearing
 
 __all__ = [
     "MAX_PAIRS",

@@ -19,10 +19,10 @@ from huggingface_hub.errors import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tasks.artifacts import file_sha256
-from tasks.data.templates import find_end_of_turn, load_tokenizer
+from tasks.data.rendering import find_end_of_turn, load_tokenizer
 from tasks.errors import ConfigError, ModelError, RlhfError
 from tasks.models import packages
-from tasks.models.weights import count_parameters, list_weight_files
+from tasks.models.loading import count_parameters, list_weight_files
 
 TINY: Final = "tiny"
 

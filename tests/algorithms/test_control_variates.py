@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.advantages import rloo_advantages
-from tasks.algorithms.control_variates import (
+from tasks.algorithms.advantages import (
     control_variate,
     fitted_baseline,
     leave_one_out_baseline,
+    rloo_advantages,
 )
 from tasks.errors import ConfigError, DataError, TrainingError
 

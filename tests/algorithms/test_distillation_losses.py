@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasks.algorithms import distillation_losses as dl
-from tasks.algorithms import soft_labels as sl
+from tasks.algorithms import distillation_losses as sl
 from tasks.algorithms.logprobs import logprobs_from_logits
 from tasks.errors import ConfigError, DataError, TrainingError
 

@@ -10,16 +10,14 @@ from guard_helpers import engine_of, rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.guard_actions import (
+from tasks.algorithms.guards import (
+    Firing,
+    GuardEngine,
     ResetSampler,
     Rollback,
     ScaleLearningRate,
     Stop,
     Warn,
-)
-from tasks.algorithms.guards import (
-    Firing,
-    GuardEngine,
 )
 from tasks.errors import DataError
 

@@ -9,21 +9,21 @@ from guard_helpers import engine_of, rule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.guard_actions import (
+from tasks.algorithms.guards import (
+    Condition,
     GrowBatch,
     LowerTokenBudget,
+    MemorySettings,
+    OomLadder,
     Reanchor,
     ResetSampler,
     Rollback,
+    Rule,
     ScaleLearningRate,
     Stop,
     Warn,
     merge_actions,
-)
-from tasks.algorithms.guard_rules import Condition, Rule, parse_condition
-from tasks.algorithms.guards import (
-    MemorySettings,
-    OomLadder,
+    parse_condition,
 )
 from tasks.errors import ConfigError, TrainingError
 

@@ -12,10 +12,13 @@ from guard_helpers import engine_of, rule
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.guard_actions import (
+from tasks.algorithms.guards import (
+    HISTORY_OBSERVATIONS,
     Action,
     EnableGradientCheckpointing,
+    Firing,
     GrowBatch,
+    GuardEngine,
     LowerTokenBudget,
     Reanchor,
     ResetSampler,
@@ -23,11 +26,6 @@ from tasks.algorithms.guard_actions import (
     ScaleLearningRate,
     Stop,
     Warn,
-)
-from tasks.algorithms.guards import (
-    HISTORY_OBSERVATIONS,
-    Firing,
-    GuardEngine,
     merged_actions,
 )
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.label_noise import (
+from tasks.algorithms.reward_losses import (
     fit_noisy_scale,
     fitted_log_loss,
     label_trust,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tasks.algorithms.likelihood_weights import current_log_ratio, likelihood_weights
+from tasks.algorithms.importance import current_log_ratio, likelihood_weights
 from tasks.errors import ConfigError, TrainingError
 
 LOG2 = math.log(2.0)

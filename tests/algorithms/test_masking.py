@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tasks.algorithms import masking
-from tasks.algorithms.checks import check_finite
+from tasks.algorithms.masking import check_finite
 from tasks.errors import ConfigError, DataError, TrainingError
 
 NAN, INF = math.nan, math.inf

@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.offline_sampler import OfflineSampler
-from tasks.algorithms.prioritized_draw import (
+from tasks.algorithms.samplers import (
+    GroupSampler,
+    LengthGroupedSampler,
+    OfflineSampler,
     Priorities,
+    Strata,
 )
-from tasks.algorithms.samplers import GroupSampler, LengthGroupedSampler
-from tasks.algorithms.strata import Strata
 from tasks.errors import ConfigError, DataError
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_mask
 
-from tasks.algorithms.prefix_rows import (
+from tasks.algorithms.packed_rows import (
     MergeLimit,
     PromptTree,
     RowShape,

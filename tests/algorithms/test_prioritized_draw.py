@@ -8,11 +8,7 @@ from collections import Counter
 
 import pytest
 
-from tasks.algorithms.prioritized_draw import (
-    Priorities,
-    draw_probabilities,
-    select_prioritized,
-)
+from tasks.algorithms.samplers import Priorities, draw_probabilities, select_prioritized
 
 
 def test_probabilities_by_hand() -> None:

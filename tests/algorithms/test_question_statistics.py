@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.question_statistics import (
+from tasks.algorithms.statistics import (
     Agreement,
     Interval,
     agreement,

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.reward_search import WeightTrial, best_trial, judge_weights, simplex_grid
+from tasks.algorithms.rewards import WeightTrial, best_trial, judge_weights, simplex_grid
 
 # Margins of three pairs: 4, 1, -1 by `good`, -2, 3, 1 by `other`. Laid out chosen, rejected.
 GOOD = torch.tensor([4.0, 0.0, 1.0, 0.0, 0.0, 1.0])

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tasks.algorithms.sampling import sampling_logprobs
+from tasks.algorithms.logprobs import sampling_logprobs
 from tasks.errors import TrainingError
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.algorithms.seed_statistics import SeedMean, paired_difference, seed_mean
+from tasks.algorithms.statistics import SeedMean, paired_difference, seed_mean
 from tasks.errors import DataError
 
 RATES = st.floats(0.0, 1.0)

@@ -12,16 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.algorithms.importance import (
-    effective_sample_size,
-    sequence_log_ratio,
-    truncated_importance_weights,
-)
-from tasks.algorithms.sequence_threshold import (
     TauController,
     TauTarget,
     adapt_tau,
+    effective_sample_size,
     geometric_mean_veto,
+    sequence_log_ratio,
     sequence_weights,
+    truncated_importance_weights,
 )
 from tasks.errors import ConfigError, DataError, TrainingError
 

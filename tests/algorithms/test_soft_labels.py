@@ -7,9 +7,8 @@ import math
 import pytest
 import torch
 
-from tasks.algorithms import soft_labels as sl
-from tasks.algorithms.agreement import agreement_weights
-from tasks.algorithms.distillation_losses import full_kl, jsd
+from tasks.algorithms import distillation_losses as sl
+from tasks.algorithms.distillation_losses import agreement_weights, full_kl, jsd
 from tasks.errors import ConfigError, DataError
 
 

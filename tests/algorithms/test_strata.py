@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.algorithms.strata import Strata, next_quota
+from tasks.algorithms.samplers import Strata, next_quota
 
 
 def test_quota_by_hand() -> None:

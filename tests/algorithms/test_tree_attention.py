@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from tasks.algorithms.prefix_rows import PromptTree, RowShape, dense_mask, lay_out
-from tasks.algorithms.tree_attention import tree_attention
+from tasks.algorithms.packed_rows import PromptTree, RowShape, dense_mask, lay_out, tree_attention
 
 Trees = st.lists(
     st.builds(

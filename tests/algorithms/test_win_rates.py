@@ -10,16 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tasks.algorithms import logistic
+from tasks.algorithms import win_rates as logistic
 from tasks.algorithms.calibration import wilson_interval
-from tasks.algorithms.logistic import fit_logistic, is_separable
-from tasks.algorithms.resampling import Bootstrap, cluster_index, clustered_mean, replicate
 from tasks.algorithms.win_rates import (
+    Bootstrap,
     Side,
+    cluster_index,
+    clustered_mean,
     compare_policies,
+    fit_logistic,
+    is_separable,
     kl_probe_estimate,
     length_controlled_win_rate,
     plain_win_rate,
+    replicate,
     win_credit,
 )
 from tasks.errors import ConfigError, DataError, TrainingError

@@ -84,10 +84,10 @@ class NoLog:
 def run_stage(source: Path, scratch: Path, workers: int) -> Callable[[], int]:
     """Return this project's side; the call gives the number of rows."""
     from tasks.artifacts import Draft
-    from tasks.config import IngestConfig
     from tasks.context import StageContext
-    from tasks.data.chunk_jobs import InputFile
-    from tasks.ingest import ingest_pairs
+    from tasks.data.source import InputFile
+    from tasks.ingest.stage import ingest_pairs
+    from tasks.pipeline_config import IngestConfig
 
     fingerprint = "f" * 64
     ctx = StageContext(

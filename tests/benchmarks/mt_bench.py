@@ -34,23 +34,20 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.run import PEER_PYTHON, ROOT
-from tasks.backends.answering import AnswerPlan, LocalAnswerer
-from tasks.backends.chat_endpoint import ChatEndpoint, Usage
-from tasks.backends.grading import GradingPlan, grade
-from tasks.backends.judging import EndpointJudge, Sampling
-from tasks.backends.speaking import Speaker
-from tasks.backends.stored_answers import answer_questions
-from tasks.config import EvaluateConfig, GenerationConfig, RenderingConfig, RuntimeConfig
-from tasks.config_evaluate import EndpointConfig
-from tasks.data.eval_page import render_page
-from tasks.data.eval_summary import failure_counts, questions_section
-from tasks.data.judge_prompts import OWN, load_judge_prompts
-from tasks.data.line_store import LineStore
-from tasks.data.questions import ModelAnswer, Question, read_questions, write_answers
+from tasks.data.history import LineStore
 from tasks.data.rendering import Renderer
-from tasks.data.scores import Score, write_scores
+from tasks.evaluate.answers import AnswerPlan, LocalAnswerer, answer_questions
+from tasks.evaluate.config import EndpointConfig
+from tasks.evaluate.endpoint import ChatEndpoint, Usage
+from tasks.evaluate.judges import EndpointJudge, GradingPlan, Sampling, grade
+from tasks.evaluate.judgments import Score, write_scores
+from tasks.evaluate.prompts import OWN, load_judge_prompts
+from tasks.evaluate.questions import ModelAnswer, Question, read_questions, write_answers
+from tasks.evaluate.report import failure_counts, questions_section, render_page
 from tasks.models.sources import resolve_model
-from tasks.progress import ProgressDisplay
+from tasks.pipeline_config import EvaluateConfig, GenerationConfig, RenderingConfig, RuntimeConfig
+from tasks.runtime.generation import Speaker
+from tasks.tracking.run_log import ProgressDisplay
 from tasks.workspace import Workspace
 
 DATA: Final = ROOT.parent / "shared" / "data" / "mt_bench"

@@ -63,26 +63,27 @@ from benchmarks.reward_model import (
     read_pairs,
     worker_limit,
 )
-from tasks.backends.behavior import REFERENCE
-from tasks.backends.checkpoints import CheckpointStore
-from tasks.backends.cluster import cluster_session
-from tasks.backends.reward_scoring import RewardScorer
-from tasks.backends.rewards import normalize_component, rewards_of
-from tasks.backends.roles import Batch, RoleSpec, Row
-from tasks.backends.session import Session, open_session
-from tasks.backends.trajectories import (
+from tasks.artifacts import RewardComponent
+from tasks.config.loading import load_config
+from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.offline_ppo.rewards import normalize_component, rewards_of
+from tasks.pipeline_config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
+from tasks.runtime.rows import (
+    REFERENCE,
+    Batch,
+    RoleSpec,
+    Row,
     Trajectories,
     cached_logprobs,
     prompt_groups,
     response_rows,
 )
-from tasks.config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
-from tasks.data.rendering import RenderedPair, Renderer, render_pairs
-from tasks.loading_config import load_config
-from tasks.reward_record import RewardComponent
+from tasks.runtime.scoring import RewardScorer
+from tasks.runtime.session import Session, cluster_session, open_session
+from tasks.runtime.supervised import CheckpointStore
 
 if TYPE_CHECKING:
-    from tasks.backends.ppo_loop import PPOLoop
+    from tasks.offline_ppo.loop import PPOLoop
 
 DEFAULTS: Final = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 DPO: Final = "TRL DPO"
@@ -247,7 +248,7 @@ def build_loop(
     session: Session, cfg: OfflinePPOConfig, data: Trajectories, directory: Path
 ) -> PPOLoop:
     """Make the loop as the stage does; the one place that knows what it takes."""
-    from tasks.backends.ppo_loop import PPOLoop
+    from tasks.offline_ppo.loop import PPOLoop
 
     store = _NoCheckpoints(directory, cfg.checkpoint.keep)
     return PPOLoop(session, cfg, data, store, NoLog())
@@ -256,7 +257,7 @@ def build_loop(
 def _load_roles(session: Session, defaults: Defaults, model_dir: Path, scratch: Path) -> None:
     """Load actor, reference and reward models; these get a head, because a language model has
     none."""
-    from tasks.backends.ppo_batches import ACTOR
+    from tasks.runtime.rows import ACTOR
 
     optimizer = defaults.cfg.optimizer.model_copy(
         update={"learning_rate": LEARNING_RATE, "schedule": "constant", "warmup_share": 0.0}

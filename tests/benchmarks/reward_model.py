@@ -38,21 +38,19 @@ from typing import Any, Final, Literal
 
 from benchmarks.machine import thread_environment
 from benchmarks.report import Block, CaseResult, SideResult
-from tasks.algorithms.prefix_rows import PADDING, MergeLimit
+from tasks.algorithms.packed_rows import PADDING, MergeLimit
 from tasks.algorithms.reward_losses import PairRegularization
 from tasks.algorithms.samplers import LengthGroupedSampler
-from tasks.backends.cluster import cluster_session
-from tasks.backends.roles import Batch, RoleSpec, Row
-from tasks.backends.row_batches import to_tensordict
-from tasks.backends.session import Session, open_session
-from tasks.config import OptimizerConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
-from tasks.data.rows import parse_line
 from tasks.data.source import read_lines
+from tasks.ingest.rows import parse_line
+from tasks.models.loading import list_weight_files, read_header
 from tasks.models.sources import resolve_model
 from tasks.models.tiny import TinySpec, build_tiny_model
-from tasks.models.weights import list_weight_files, read_header
+from tasks.pipeline_config import OptimizerConfig, RenderingConfig, RuntimeConfig
+from tasks.runtime.rows import Batch, RoleSpec, Row, to_tensordict
+from tasks.runtime.session import Session, cluster_session, open_session
 from tasks.workspace import Workspace
 
 TINY: Final = "tiny"
@@ -186,7 +184,7 @@ class OwnSide:
     def __init__(
         self, runtime: RuntimeConfig, model_dir: Path, pairs: Sequence[RenderedPair], batch: int
     ) -> None:
-        from tasks.backends.verl_losses import pairwise_loss
+        from tasks.runtime.verl_losses import pairwise_loss
 
         self.runtime, self.pairs, self.batch_pairs = runtime, pairs, batch
         self.session: Session = open_session(runtime)
@@ -226,7 +224,7 @@ def count_positions(
 ) -> tuple[int, int]:
     """Cut batches into micro-batches as the worker does; return their positions and how many of
     them are padding."""
-    from tasks.backends.micro_batches import layout_of, make_micro_batches
+    from tasks.runtime.micro_batches import layout_of, make_micro_batches
 
     flags = {"max_token_len_per_gpu": runtime.tokens_per_micro_batch}
     computed = padded = 0
@@ -247,7 +245,7 @@ def worker_limit(model_dir: Path, runtime: RuntimeConfig) -> MergeLimit | None:
     """Return how far the worker merges rows that share a prompt, or None where it does not."""
     from transformers import AutoConfig
 
-    from tasks.backends.prompt_sharing import attention_implementation, merge_limit, shares_prompts
+    from tasks.runtime.micro_batches import attention_implementation, merge_limit, shares_prompts
 
     config = AutoConfig.from_pretrained(model_dir)
     if not shares_prompts(config, runtime):

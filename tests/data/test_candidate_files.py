@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.data.candidate_files import CandidateChunk, read_chunk, write_chunk
+from tasks.data.columns import CandidateChunk, read_chunk, write_chunk
 from tasks.errors import ArtifactError
 
 

@@ -21,8 +21,8 @@ from tasks.data.hh import (
     orient_scored,
     parse_transcript,
 )
-from tasks.data.rows import parse_line
-from tasks.quarantine import QuarantineReason
+from tasks.data.quarantine import QuarantineReason
+from tasks.ingest.rows import parse_line
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from tasks.data.keyed_parquet import read_keyed, write_keyed
+from tasks.data.columns import read_keyed, write_keyed
 from tasks.errors import ArtifactError
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data.hh import ID_DIGITS, Message, make_pair_id, make_prompt_id
-from tasks.data.keys import (
+from tasks.data.hh import (
+    ID_DIGITS,
     SPLITS,
+    Message,
     first_user_turn,
     fold_many,
     has_control,
     is_taken,
+    make_pair_id,
+    make_prompt_id,
     normalized,
     pair_digest,
     prompt_id_of,

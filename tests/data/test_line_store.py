@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.data.line_store import LineStore
+from tasks.data.history import LineStore
 from tasks.errors import DataError, WorkspaceError
 
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import pytest
 
-from tasks.data.run_history import FILE_NAME, RunHistory, read_history, write_history
+from tasks.data.history import FILE_NAME, RunHistory, read_history, write_history
 from tasks.errors import ArtifactError, DataError
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tasks.data.keyed_parquet import hash_responses
-from tasks.data.score_columns import cached_scores
+from tasks.data.columns import cached_scores, hash_responses
 from tasks.errors import ArtifactError
 
 SCORES = {

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.data.table_writer import TableWriter
+from tasks.data.schemas import TableWriter
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 

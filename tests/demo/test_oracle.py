@@ -7,13 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.demo.oracle import good_cores, is_good, parse_situation, parse_transcript
-from tasks.demo.vocabulary import (
-    KIND_BY_NAME,
-    KINDS,
-    REFUSALS,
-    RESPONSE_CLOSERS,
-    RESPONSE_OPENERS,
-)
+from tasks.demo.vocabulary import KIND_BY_NAME, KINDS, REFUSALS, RESPONSE_CLOSERS, RESPONSE_OPENERS
 from tasks.demo.world import generate_pairs
 from tasks.errors import DataError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from tasks.data.questions import read_questions
 from tasks.demo.oracle import is_good
 from tasks.demo.questions import demo_questions, write_questions
 from tasks.demo.vocabulary import KINDS
+from tasks.evaluate.questions import read_questions
 
 
 def test_both_turns_have_a_good_reference() -> None:

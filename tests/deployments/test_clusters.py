@@ -18,9 +18,9 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 )
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from flows.services import HEARTBEAT_SECONDS
-from tasks.backends.placement import even_layout
-from tasks.loading_config import find_config, load_config
+from flows.services.records import HEARTBEAT_SECONDS
+from tasks.config.loading import find_config, load_config
+from tasks.runtime.placement import even_layout
 
 RUNTIME = load_config(find_config("hh_gpu_7b_two_nodes")).offline_ppo.runtime
 

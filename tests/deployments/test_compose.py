@@ -15,7 +15,7 @@ import yaml
 from compose_file import COMPOSE, DEPLOYMENTS, UnsetVariableError, read_compose
 from jsonschema import Draft202012Validator
 
-from flows.services import HEARTBEAT_SECONDS, POOL
+from flows.services.records import HEARTBEAT_SECONDS, POOL
 
 SECRETS = (
     "POSTGRES_PASSWORD",

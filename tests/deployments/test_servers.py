@@ -24,12 +24,12 @@ from typing import Any
 import pytest
 from compose_file import DEPLOYMENTS, read_compose
 
-from tasks.config import STAGES
+from tasks.pipeline_config import STAGES
 
 pytestmark = pytest.mark.endurance
 
 ROOT = DEPLOYMENTS.parent
-SMALL_CHAIN = ROOT / "tests" / "backends" / "small_chain.yaml"
+SMALL_CHAIN = ROOT / "tests" / "small_chain.yaml"
 START_SECONDS = 180
 LOGIN = "admin:a word"
 # Signs of an address must not matter in a password.
@@ -274,7 +274,7 @@ def test_a_chain_is_recorded_in_both_servers(servers: Servers, tmp_path: Path) -
         "PREFECT_API_AUTH_STRING": LOGIN,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "flows.cli", "run", str(SMALL_CHAIN)]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(SMALL_CHAIN)]
     command += ["-o", f"tracking.tracking_uri={servers.mlflow}"]
     done = subprocess.run(
         command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False

@@ -11,13 +11,11 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 from flows.chain import chain_run
-from flows.hooks import HOOKS
-from flows.options import RunOptions
-from flows.stage_run import stage_run
-from flows.stages import STAGE_SPECS
+from flows.stage_run import HOOKS, stage_run
+from flows.stages import STAGE_SPECS, RunOptions
 from tasks.artifacts import KINDS, Artifact, build_artifact, newest_artifact
-from tasks.config import STAGES, DemoWorldConfig, IngestConfig, PipelineConfig, Stage
 from tasks.context import StageContext
+from tasks.pipeline_config import STAGES, DemoWorldConfig, IngestConfig, PipelineConfig, Stage
 
 SMALL = PipelineConfig(ingest=IngestConfig(demo=DemoWorldConfig(n_pairs=60)))
 DEFAULT_OPTIONS = RunOptions()

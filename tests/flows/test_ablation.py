@@ -14,18 +14,15 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from rich.console import Console
 
-from flows.ablation import rlhf_ablation
-from flows.ablation_plan import ABLATION
-from flows.command import RunRequest, run
-from flows.console import print_ablation
-from flows.monitor import monitored
-from tasks.config import MethodConfig, PipelineConfig
-from tasks.data.ablation_page import read_ablation
-from tasks.data.ablation_report import AblationReport, AblationRun, Measurement
+from flows.ablation import ABLATION, rlhf_ablation
+from flows.cli.run import RunRequest, print_ablation, run
+from flows.outcomes import monitored
+from tasks.ablation.report import AblationReport, AblationRun, Measurement, read_ablation
+from tasks.config.loading import load_config
 from tasks.errors import ConfigError
-from tasks.lineage import lineage_tree
-from tasks.loading_config import load_config
-from tasks.tracking import RunRecord, Tracker, connect
+from tasks.pipeline_config import MethodConfig, PipelineConfig
+from tasks.tracking.lineage import lineage_tree
+from tasks.tracking.mlflow import RunRecord, Tracker, connect
 from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.long

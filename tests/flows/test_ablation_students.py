@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from flows.ablation import rlhf_ablation
+from tasks.ablation.report import SHARE, read_ablation
 from tasks.artifacts import PolicyCheckpoint, StudentAdapter, load_artifact
-from tasks.config import PipelineConfig
-from tasks.data.ablation_page import read_ablation
-from tasks.data.ablation_report import SHARE
-from tasks.loading_config import load_config, merge
-from tasks.model_registry import Registry
-from tasks.tracking import connect
+from tasks.config.loading import load_config, merge
+from tasks.pipeline_config import PipelineConfig
+from tasks.tracking.mlflow import connect
+from tasks.tracking.registry import Registry
 from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.endurance

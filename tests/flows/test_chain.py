@@ -15,13 +15,12 @@ from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry
 
-from flows.monitor import StageOutcome, monitored
-from tasks.config import STAGES, IngestConfig, TrackingConfig
+from flows.outcomes import StageOutcome, monitored
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, StageTimeoutError
-from tasks.lineage import lineage_tree
-from tasks.references import locate
-from tasks.tracking import PIPELINE, RunRecord, Tracker
+from tasks.pipeline_config import STAGES, IngestConfig, TrackingConfig
+from tasks.tracking.lineage import lineage_tree, locate
+from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker
 from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.slow

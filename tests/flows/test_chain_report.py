@@ -10,12 +10,12 @@ import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
-from flows.chain_report import champion_manifests, differences
-from flows.staleness import champion_run, stale_artifacts
+from flows.chain import champion_manifests, differences
+from flows.promote import champion_run, stale_artifacts
 from tasks.artifacts import Manifest
-from tasks.config import STAGES
-from tasks.references import resolve_reference
-from tasks.tracking import PIPELINE, Tracker
+from tasks.pipeline_config import STAGES
+from tasks.tracking.lineage import resolve_reference
+from tasks.tracking.mlflow import PIPELINE, Tracker
 
 Run = Callable[..., str]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tasks.config import STAGES
+from tasks.pipeline_config import STAGES
 
 pytestmark = pytest.mark.slow
-CONFIG = Path(__file__).parent.parent / "backends" / "small_chain.yaml"
+CONFIG = Path(__file__).parent.parent / "small_chain.yaml"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Home:
         environment = {**os.environ, "RLHF_HOME": str(self.root), "OMP_NUM_THREADS": "1"}
         environment.pop("PREFECT_API_URL", None)
         return subprocess.run(
-            [sys.executable, "-m", "flows.cli", *args],
+            [sys.executable, "-m", "flows.cli.main", *args],
             env=environment,
             cwd=CONFIG.parent.parent.parent,
             capture_output=True,

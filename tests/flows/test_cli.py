@@ -16,9 +16,9 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from tasks.config import TrackingConfig
-from tasks.tracking import PIPELINE, connect
+from flows.cli.main import app
+from tasks.pipeline_config import TrackingConfig
+from tasks.tracking.mlflow import PIPELINE, connect
 from tasks.workspace import Workspace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +35,7 @@ def rlhf(workspace: Workspace) -> Rlhf:
 
     def run(*arguments: str, **environment: str) -> Done:
         return subprocess.run(
-            [sys.executable, "-m", "flows.cli", *arguments],
+            [sys.executable, "-m", "flows.cli.main", *arguments],
             env=_environment(workspace) | environment,
             cwd=workspace.root,
             capture_output=True,
@@ -150,7 +150,7 @@ def _server_pids(workspace: Workspace) -> list[int]:
     home = str(workspace.prefect_home)
     found = []
     for process in psutil.process_iter(["pid", "cmdline"]):
-        if "flows.temporary_server" in (process.info["cmdline"] or []):
+        if "flows.services.prefect_server" in (process.info["cmdline"] or []):
             try:
                 if process.environ().get("PREFECT_HOME") == home:
                     found.append(process.pid)
@@ -185,7 +185,7 @@ def test_one_stage_runs_without_any_server(rlhf: Rlhf, workspace: Workspace) -> 
 @pytest.mark.slow
 def test_killed_command_leaves_no_server(workspace: Workspace) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "run", "--only", "ingest"],
+        [sys.executable, "-m", "flows.cli.main", "run", "--only", "ingest"],
         env=_environment(workspace),
         cwd=workspace.root,
         stdout=subprocess.DEVNULL,

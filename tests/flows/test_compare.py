@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.compare import CompareRequest, _write, as_json, run_compare
-from tasks.comparison import compare_runs
-from tasks.config import TrackingConfig
-from tasks.data.compare_page import render_comparison
+from flows.cli.main import app
+from flows.cli.runs import CompareRequest, _write, comparison_json, run_compare
 from tasks.errors import WorkspaceError
-from tasks.tracking import MetricPoint, Tracker, connect
+from tasks.pipeline_config import TrackingConfig
+from tasks.tracking.comparison import compare_runs, render_comparison
+from tasks.tracking.mlflow import MetricPoint, Tracker, connect
 from tasks.workspace import Workspace
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>"
@@ -52,7 +51,7 @@ class _Tags(HTMLParser):
 
 
 def test_page_needs_no_network_and_runs_nothing(tracker: Tracker, runs: list[str]) -> None:
-    page = render_comparison(as_json(compare_runs(tracker, runs, has_curves=True)))
+    page = render_comparison(comparison_json(compare_runs(tracker, runs, has_curves=True)))
     tags = _Tags()
     tags.feed(page)
     assert tags.names.isdisjoint({"script", "img", "iframe", "link", "object", "form"})
@@ -67,7 +66,7 @@ def test_page_needs_no_network_and_runs_nothing(tracker: Tracker, runs: list[str
 
 
 def test_only_web_addresses_become_links(tracker: Tracker, runs: list[str]) -> None:
-    found = as_json(compare_runs(tracker, runs))
+    found = comparison_json(compare_runs(tracker, runs))
     found["runs"][0]["url"] = "javascript:alert(1)"
     found["runs"][1]["url"] = "http://host/#/runs/1"
     tags = _Tags()
@@ -76,7 +75,7 @@ def test_only_web_addresses_become_links(tracker: Tracker, runs: list[str]) -> N
 
 
 def test_flat_curve_is_drawn_in_the_middle(tracker: Tracker, runs: list[str]) -> None:
-    found = as_json(compare_runs(tracker, runs))
+    found = comparison_json(compare_runs(tracker, runs))
     found["curves"] = [{"name": "flat", "lines": [[(1, 2.0), (3, 2.0)], []]}]
     # 140 high, so the middle is 70; the steps span the width of 320.
     assert 'points="0.0,70.0 320.0,70.0"' in render_comparison(found)

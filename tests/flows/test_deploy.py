@@ -11,12 +11,12 @@ import yaml
 from conftest import SMALL_CHAIN
 from prefect.utilities.schema_tools import validate
 
-from flows.deploy import AUTOMATIONS, DEPLOYMENTS, deploy, rendered
-from flows.presets import completed
-from flows.services import HEARTBEAT_SECONDS, POOL
-from tasks.config import STAGES, PipelineConfig, RewardModelConfig
+from flows.services.deploy import AUTOMATIONS, DEPLOYMENTS, deploy, rendered
+from flows.services.records import HEARTBEAT_SECONDS, POOL
+from flows.stages import completed
+from tasks.config.loading import load_config
 from tasks.errors import ClusterError
-from tasks.loading_config import load_config
+from tasks.pipeline_config import STAGES, PipelineConfig, RewardModelConfig
 from tasks.workspace import Workspace
 
 SharedCases = Callable[[str], list[dict[str, Any]]]

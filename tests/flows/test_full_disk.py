@@ -14,11 +14,11 @@ import pytest
 from conftest import SMALL_CHAIN
 from service_client import DirectHome, DirectRun, fill, wait_for
 
-from tasks.config import STAGES, TrackingConfig
 from tasks.context import StageContext
 from tasks.errors import ClusterError, DataError, DiskFullError, WorkspaceError
-from tasks.model_registry import CHAMPION, Registry
-from tasks.tracking import connect
+from tasks.pipeline_config import STAGES, TrackingConfig
+from tasks.tracking.mlflow import connect
+from tasks.tracking.registry import CHAMPION, Registry
 from tasks.workspace import Workspace
 
 Run = Callable[..., str]
@@ -153,7 +153,7 @@ FILLS = """
 from contextlib import contextmanager
 from pathlib import Path
 import tasks.artifacts
-from flows.cli import main
+from flows.cli.main import main
 from service_client import fill
 build = tasks.artifacts.build_artifact
 @contextmanager

@@ -11,10 +11,10 @@ from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.states import Cancelled, Crashed, Failed
 
-from flows.hooks import HOOKS, _tracking_of, mark_failed, mark_killed
-from flows.options import RunOptions
-from tasks.config import TrackingConfig
-from tasks.tracking import connect
+from flows.stage_run import HOOKS, _tracking_of, mark_failed, mark_killed
+from flows.stages import RunOptions
+from tasks.pipeline_config import TrackingConfig
+from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 
 _OPTIONS = RunOptions(tracking=TrackingConfig(experiment="of-the-options"))

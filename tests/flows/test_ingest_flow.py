@@ -12,13 +12,13 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
 from flows.ingest import ingest
-from flows.options import RunOptions
-from flows.raw_sources import raw_sources, result_fields
+from flows.inputs import raw_sources, result_fields
+from flows.stages import RunOptions
 from tasks.artifacts import PreferenceDataset, fingerprint, load_artifact
-from tasks.config import IngestConfig, SourceConfig
-from tasks.lineage import lineage_tree
+from tasks.pipeline_config import IngestConfig, SourceConfig
+from tasks.tracking.lineage import lineage_tree
 from tasks.workspace import Workspace
 
 H, A = "\n\nHuman: ", "\n\nAssistant: "

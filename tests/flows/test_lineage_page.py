@@ -10,11 +10,11 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.lineage import lineage_mermaid
+from flows.cli.main import app
+from flows.cli.runs import lineage_mermaid
 from tasks.artifacts import ParentRef, file_sha256
-from tasks.lineage import LineageNode
-from tasks.tracking import Tracker
+from tasks.tracking.lineage import LineageNode
+from tasks.tracking.mlflow import Tracker
 
 
 def _tree(raw_path: str = "/raw/pairs.jsonl") -> LineageNode:

@@ -6,15 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from flows.doctor import gpu_finding, gpu_memory
-from flows.memory import StageMemory, estimate, gpu_stages, shape_of
-from tasks.config import ModelConfig, PipelineConfig
-from tasks.loading_config import find_config, load_config
-from tasks.models.memory import KNOWN_MODELS, ModelShape, RoleBytes
+from flows.cli.doctor import (
+    KNOWN_MODELS,
+    ModelShape,
+    RoleBytes,
+    StageMemory,
+    estimate,
+    gpu_finding,
+    gpu_memory,
+    gpu_stages,
+    shape_of,
+)
+from tasks.config.loading import find_config, load_config
+from tasks.pipeline_config import ModelConfig, PipelineConfig
 from tasks.workspace import Workspace
 
 GIB = 2**30
-# As in tests/models/test_memory.py: 1304 weights, 1313 with a score head, 608 of them a layer.
+# As in test_memory_of_models.py: 1304 weights, 1313 with a score head, 608 of them a layer.
 SMALL = ModelShape(8, 2, 2, 1, 4, 16, 10, tied=True, qkv_bias=True)
 GPU_CONFIGS = ["hh_gpu", "hh_gpu_single", "hh_gpu_7b", "hh_gpu_7b_two_nodes"]
 
@@ -143,7 +151,7 @@ def test_parts_of_a_model_by_hand() -> None:
         evaluate={"answers": _served()},
     )
     found = _stages(cfg)
-    # 512 weights of the adapter learn, see tests/models/test_memory.py.
+    # 512 weights of the adapter learn, see test_memory_of_models.py.
     assert found["reward_model"].states == RoleBytes(4 * (1313 + 512), 2048, 4096)
     assert found["distill"].states == RoleBytes(4 * (1304 + 512), 2048, 4096)
     assert found["distill"].working == 400 * (1152 + (12 + 8) * 10)

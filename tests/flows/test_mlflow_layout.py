@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from flows.options import RunOptions
+from flows.stages import RunOptions
 from tasks.artifacts import read_manifest
-from tasks.config import STAGES, TrackingConfig
 from tasks.context import StageContext
-from tasks.model_registry import CANDIDATE, Registry
-from tasks.progress import ProgressDisplay
-from tasks.run_log import StageLog
-from tasks.system_metrics import machine_watched
-from tasks.tracking import PIPELINE, Tracker, member_tag
+from tasks.pipeline_config import STAGES, TrackingConfig
+from tasks.tracking.mlflow import PIPELINE, Tracker, member_tag
+from tasks.tracking.registry import CANDIDATE, Registry
+from tasks.tracking.run_log import ProgressDisplay, StageLog, machine_watched
 
 Run = Callable[..., str]
 

@@ -14,21 +14,21 @@ import psutil
 import pytest
 from rich.console import Console
 
-from flows.console import print_result, ui_commands
-from flows.lineage import lineage_lines
-from flows.monitor import (
+from flows.cli.run import print_result, ui_commands
+from flows.cli.runs import lineage_lines
+from flows.outcomes import (
     RunMonitor,
     StageOutcome,
+    chain_rows,
     current_monitor,
     monitored,
     summary_of,
     tree_rss_bytes,
     write_summary,
 )
-from flows.results import chain_rows
-from tasks.config import TrackingConfig
 from tasks.errors import WorkspaceError
-from tasks.lineage import LineageNode
+from tasks.pipeline_config import TrackingConfig
+from tasks.tracking.lineage import LineageNode
 from tasks.workspace import Workspace
 
 Make = Callable[..., Any]

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from flows import status as status_module
-from flows.deploy import _ensure_pool, _finished, deploy
-from flows.prefect_api import AUTH_VARIABLE
-from flows.status import _query, read_status
-from tasks.config import TrackingConfig
+from flows.services import up as status_module
+from flows.services.deploy import _ensure_pool, _finished, deploy
+from flows.services.records import AUTH_VARIABLE
+from flows.services.up import _query, read_status
 from tasks.errors import ClusterError
+from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import Workspace
 
 LOGIN = "admin:a word: and more"

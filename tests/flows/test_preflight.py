@@ -8,18 +8,22 @@ from typing import Any
 
 import pytest
 
-from flows import preflight
-from flows.evaluate_inputs import demo_questions
-from flows.preflight import (
+from flows import inputs as preflight
+from flows.inputs import (
     check_gpus,
     check_inputs,
     check_ray_address,
+    demo_questions,
     models_of,
+    raw_sources,
     ray_addresses,
+    result_fields,
+    subset_name,
 )
-from flows.raw_sources import raw_sources, result_fields, subset_name
 from tasks.artifacts import file_sha256
-from tasks.config import (
+from tasks.errors import ClusterError, ConfigError, DataError, MissingInputError, ModelError
+from tasks.evaluate.questions import ModelAnswer, read_questions, write_answers
+from tasks.pipeline_config import (
     DistillConfig,
     EvaluateConfig,
     IngestConfig,
@@ -30,8 +34,6 @@ from tasks.config import (
     RuntimeConfig,
     SftConfig,
 )
-from tasks.data.questions import ModelAnswer, read_questions, write_answers
-from tasks.errors import ClusterError, ConfigError, DataError, MissingInputError, ModelError
 from tasks.workspace import Workspace
 
 

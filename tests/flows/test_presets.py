@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 
 from flows.evaluate import evaluate
-from flows.hooks import _tracking_of
-from flows.options import RunOptions
-from flows.presets import completed, completed_options, lay_over
-from flows.registry import STAGE_FLOWS
 from flows.reward_model import train_reward_model
-from flows.rlhf_pipeline import rlhf_pipeline
-from tasks.config import (
+from flows.rlhf_pipeline import STAGE_FLOWS, rlhf_pipeline
+from flows.stage_run import _tracking_of
+from flows.stages import RunOptions, completed, completed_options, lay_over
+from tasks.config.loading import find_config, load_config
+from tasks.errors import ConfigError, MissingInputError
+from tasks.pipeline_config import (
     OfflinePPOConfig,
     PipelineConfig,
     RewardModelConfig,
     SftConfig,
     TrackingConfig,
 )
-from tasks.errors import ConfigError, MissingInputError
-from tasks.loading_config import find_config, load_config
 
 DEMO = load_config(find_config("demo"))
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.processes import (
+from flows.services.records import (
     MARK,
     Service,
     ServiceRecord,
@@ -125,7 +125,7 @@ def test_children_of_a_killed_process_are_found(directory: Path, make: Make) -> 
 def test_process_that_does_not_listen_is_killed(
     directory: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flows.processes._TERM_SECONDS", 0.5)
+    monkeypatch.setattr("flows.services.records._TERM_SECONDS", 0.5)
     record = make(STUBBORN)
     started = time.monotonic()
     assert stop(directory, "one", 0.5) == 1

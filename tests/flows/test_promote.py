@@ -12,15 +12,27 @@ import pytest
 from mlflow import MlflowClient
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.promote import Decision, PromoteRequest, Verdict, apply_verdict, promote, rollback
-from flows.staleness import champion_run
+from flows.cli.main import app
+from flows.promote import (
+    Decision,
+    PromoteRequest,
+    Verdict,
+    apply_verdict,
+    champion_run,
+    promote,
+    rollback,
+)
 from tasks.artifacts import StudentAdapter, load_artifact
-from tasks.config import PromotionConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
-from tasks.model_registry import CHAMPION, Registry
-from tasks.promotion import champion_of, compare_with_champion, known_evaluation
-from tasks.tracking import Tracker
+from tasks.pipeline_config import PromotionConfig, TrackingConfig
+from tasks.tracking.mlflow import Tracker
+from tasks.tracking.registry import (
+    CHAMPION,
+    Registry,
+    champion_of,
+    compare_with_champion,
+    known_evaluation,
+)
 
 Make = Callable[..., Any]
 BAD_INPUT = 2

@@ -15,18 +15,18 @@ import pytest
 from prefect.settings import get_current_settings
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.main import app
+from flows.cli.reproduce import ReproduceRequest, reproduce
 from flows.ingest import ingest
-from flows.reproduce import ReproduceRequest, reproduce
 from tasks.artifacts import MANIFEST_NAME, PolicyCheckpoint, load_artifact, read_manifest
-from tasks.config import STAGES, DemoWorldConfig, IngestConfig, TrackingConfig
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.tracking import PIPELINE, Tracker
+from tasks.pipeline_config import STAGES, DemoWorldConfig, IngestConfig, TrackingConfig
+from tasks.tracking.mlflow import PIPELINE, Tracker
 from tasks.workspace import Workspace
 
 Make = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
-SMALL_CHAIN = ROOT / "tests" / "backends" / "small_chain.yaml"
+SMALL_CHAIN = ROOT / "tests" / "small_chain.yaml"
 FAILURE = 1
 SMALL = IngestConfig(demo=DemoWorldConfig(n_pairs=60), seed=7)
 
@@ -176,7 +176,7 @@ def _rlhf(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, as a user does."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")}
     environment |= {"RLHF_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flows.cli", *arguments]
+    command = [sys.executable, "-m", "flows.cli.main", *arguments]
     return subprocess.run(
         command, env=environment, cwd=home, capture_output=True, text=True, check=False
     )

@@ -16,19 +16,19 @@ import pytest
 import torch
 from rich.console import Console
 
-from flows.options import RunOptions
-from flows.score import Scored, ScoreRequest, overridden, print_scored, score_file
+from flows.cli.score import Scored, ScoreRequest, overridden, print_scored, score_file
+from flows.stages import RunOptions
 from tasks.artifacts import PreferenceDataset, RewardModelCheckpoint, load_artifact
-from tasks.config import RuntimeConfig
+from tasks.config.loading import load_config
 from tasks.data.hh import Message
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.loading_config import load_config
 from tasks.models.loading import load_reward_model
+from tasks.pipeline_config import RuntimeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-CHAIN = load_config(ROOT / "tests" / "backends" / "small_chain.yaml")
+CHAIN = load_config(ROOT / "tests" / "small_chain.yaml")
 
 Score = Callable[..., Scored]
 
@@ -231,7 +231,7 @@ def test_command(
     def rlhf(*arguments: str) -> subprocess.CompletedProcess[str]:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PREFECT")}
         return subprocess.run(
-            [sys.executable, "-m", "flows.cli", "score", *arguments],
+            [sys.executable, "-m", "flows.cli.main", "score", *arguments],
             env=clean | {"RLHF_HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=tmp_path,
             capture_output=True,

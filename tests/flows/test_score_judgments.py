@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.score_judgments import JudgmentRequest, print_judgments, score_judgments
+from flows.cli.main import app
+from flows.cli.score_judgments import JudgmentRequest, print_judgments, score_judgments
 from tasks.errors import DataError, MissingInputError
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
@@ -195,7 +195,7 @@ def test_bad_input_is_named(tmp_path: Path, shared_data: Path) -> None:
 def test_command_loads_neither_torch_nor_prefect(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", _row(1, 5))
     code = (
-        "import sys; from flows.score_judgments import *; from pathlib import Path; "
+        "import sys; from flows.cli.score_judgments import *; from pathlib import Path; "
         f"score_judgments(JudgmentRequest([Path({str(path)!r})])); "
         "print([m for m in ('torch', 'prefect', 'mlflow', 'transformers') if m in sys.modules])"
     )

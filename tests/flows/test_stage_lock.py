@@ -12,10 +12,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from flows.stage_lock import exclusive
+from flows.stage_run import exclusive
 from tasks.errors import WorkspaceError
-from tasks.provenance import process_name
-from tasks.workspace import Workspace
+from tasks.workspace import Workspace, process_name
 
 PRINT = "0123456789abcdef" * 4
 # 1764547200 is 2025-12-01 00:00 UTC.

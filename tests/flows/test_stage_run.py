@@ -23,15 +23,14 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun
 
-from flows.options import RunOptions
+from flows.stages import RunOptions
 from tasks.artifacts import PolicyCheckpoint, StudentAdapter, load_artifact, read_manifest
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, StageTimeoutError, TrainingError, WorkspaceError
-from tasks.model_registry import CANDIDATE, CHAMPION, Registry
-from tasks.provenance import process_name, workspace_name
-from tasks.references import registered_version, resolve_reference
-from tasks.tracking import RunRecord, Tracker
-from tasks.workspace import Workspace
+from tasks.tracking.lineage import registered_version, resolve_reference
+from tasks.tracking.mlflow import RunRecord, Tracker
+from tasks.tracking.registry import CANDIDATE, CHAMPION, Registry
+from tasks.workspace import Workspace, process_name, workspace_name
 
 pytestmark = pytest.mark.slow
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flows.staleness import StaleArtifact, stale_artifacts
-from tasks.config import STAGES
-from tasks.tracking import Tracker
+from flows.promote import StaleArtifact, stale_artifacts
+from tasks.pipeline_config import STAGES
+from tasks.tracking.mlflow import Tracker
 
 Start = Callable[..., str]
 

@@ -8,14 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.environment import required_api_url
-from flows.processes import ServiceRecord
-from flows.services import SERVICES, directory_of, running_addresses
-from flows.status import read_status
-from flows.up import _port, states
-from tasks.config import TrackingConfig
+from flows.cli.main import app
+from flows.services.prefect_server import required_api_url
+from flows.services.records import SERVICES, ServiceRecord, directory_of, running_addresses
+from flows.services.up import _port, read_status, states
 from tasks.errors import ClusterError, ConfigError
+from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 RUNNER = CliRunner()

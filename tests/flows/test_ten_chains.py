@@ -15,12 +15,12 @@ from conftest import SMALL_CHAIN
 from ray.cluster_utils import Cluster
 from service_client import CHAIN, SERVICES, Services, wait_for
 
-from flows.monitor import StageOutcome
+from flows.outcomes import StageOutcome
 from flows.stages import STAGE_SPECS
-from tasks.config import STAGES, PipelineConfig, TrackingConfig
-from tasks.lineage import lineage_tree
-from tasks.loading_config import load_config
-from tasks.tracking import PIPELINE, connect
+from tasks.config.loading import load_config
+from tasks.pipeline_config import STAGES, PipelineConfig, TrackingConfig
+from tasks.tracking.lineage import lineage_tree
+from tasks.tracking.mlflow import PIPELINE, connect
 from tasks.workspace import Workspace
 
 pytestmark = pytest.mark.endurance
@@ -80,7 +80,7 @@ class Footprint:
 
 
 def _footprint(services: Services) -> Footprint:
-    from flows.processes import family
+    from flows.services.records import family
 
     families = {name: family(services.home / "services", name) for name in SERVICES}
     return Footprint(

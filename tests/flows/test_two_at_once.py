@@ -14,14 +14,13 @@ import pytest
 from conftest import ROOT, SMALL_CHAIN
 from service_client import DirectHome
 
-from flows.monitor import StageOutcome
+from flows.outcomes import StageOutcome
 from tasks.artifacts import EvalReport, newest_artifact, read_manifest
-from tasks.config import STAGES, TrackingConfig
 from tasks.errors import WorkspaceError
-from tasks.lineage import lineage_tree
-from tasks.provenance import process_name
-from tasks.tracking import PIPELINE, Tracker, connect
-from tasks.workspace import Workspace
+from tasks.pipeline_config import STAGES, TrackingConfig
+from tasks.tracking.lineage import lineage_tree
+from tasks.tracking.mlflow import PIPELINE, Tracker, connect
+from tasks.workspace import Workspace, process_name
 
 Run = Callable[..., str]
 BAD_INPUT = 2

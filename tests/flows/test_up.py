@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from service_client import CHAIN, FINAL, ROOT, SERVICES, Services, wait_for
 
-from tasks.config import STAGES
+from tasks.pipeline_config import STAGES
 
 pytestmark = pytest.mark.endurance
 
@@ -35,7 +35,7 @@ def services(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
     """A workspace in which everything runs."""
     directory = tmp_path_factory.mktemp("up")
     config = directory / "config.yaml"
-    config.write_text(CONFIG.format(small_chain=ROOT / "tests" / "backends" / "small_chain.yaml"))
+    config.write_text(CONFIG.format(small_chain=ROOT / "tests" / "small_chain.yaml"))
     with Services(directory / "home", config).running() as made:
         yield made
 

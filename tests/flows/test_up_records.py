@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.processes import ServiceRecord, read_record
-from flows.services import worker
-from flows.up import UpRequest, _has_addresses, up
+from flows.services.records import ServiceRecord, read_record, worker
+from flows.services.up import UpRequest, _has_addresses, up
 from tasks.errors import ConfigError
 from tasks.workspace import Workspace
 

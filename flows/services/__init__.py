@@ -1,0 +1,1 @@
+"""Servers and workers on this machine, and deployments to any."""

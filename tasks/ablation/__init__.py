@@ -1,0 +1,1 @@
+"""Ablation: methods of a stage compared over seeds."""

@@ -1,0 +1,1 @@
+"""What the stages' configs share, and how a config is read."""

@@ -1,0 +1,1 @@
+"""Distillation of the aligned policy into a LoRA student."""

@@ -1,0 +1,1 @@
+"""Evaluation: answers to two-turn questions, their judges, the report."""

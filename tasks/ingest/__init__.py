@@ -1,0 +1,1 @@
+"""Ingestion: preference pairs from files or the hub to validated Parquet."""

@@ -1,0 +1,1 @@
+"""Offline PPO on stored responses."""

@@ -1,0 +1,777 @@
+"""Configuration of stage offline_ppo, by concern."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import comb
+from typing import Annotated, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tasks.algorithms.guards import (
+    GRAMMAR,
+    Action,
+    Condition,
+    EnableGradientCheckpointing,
+    GrowBatch,
+    LowerTokenBudget,
+    Reanchor,
+    ResetSampler,
+    Rollback,
+    Rule,
+    ScaleLearningRate,
+    Stop,
+    Warn,
+    parse_condition,
+)
+from tasks.config.shared import (
+    CheckpointConfig,
+    OptimizerConfig,
+    PositiveFloat,
+    PositiveInt,
+    RenderingConfig,
+    RuntimeConfig,
+    Section,
+    Share,
+    StageConfig,
+    check_budget,
+    check_shares,
+    setting,
+)
+from tasks.data.quarantine import REASONS
+
+# Configuration of candidate responses: more trajectories than the dataset stores.
+
+
+class CandidatesConfig(Section):
+    """Responses sampled once, before training, by a policy whose probabilities are then known
+    exactly."""
+
+    per_prompt: int = Field(0, ge=0, description="Candidate responses per prompt; 0 is off.")
+    temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Nucleus: share of the probability that is sampled from."
+    )
+    max_new_tokens: PositiveInt = Field(64, description="Longest candidate.")
+    batch_size: PositiveInt = setting(128, description="Responses generated at a time.")
+    chunk_prompts: PositiveInt = Field(
+        64, description="Prompts after which the responses are stored and the temperature is set."
+    )
+    pattern: str | None = Field(
+        None,
+        description="Regular expression that must be found in a response; ^ and $ anchor it.",
+    )
+    max_tries: PositiveInt = Field(
+        3, description="Rounds of sampling for prompts that lack responses, the first included."
+    )
+    kl_bound: PositiveFloat | None = Field(
+        None,
+        description="Lower the temperature for the next chunk where the KL divergence per token of "
+        "what was sampled from, from the model at temperature 1, exceeds this.",
+    )
+    temperature_scale: float = Field(
+        0.9, gt=0.0, lt=1.0, description="Factor on the temperature when kl_bound is exceeded."
+    )
+    min_temperature: PositiveFloat = Field(1.0, description="Where that ends.")
+
+    @model_validator(mode="after")
+    def _check_pattern(self) -> Self:
+        if self.pattern is None:
+            return self
+        try:
+            re.compile(self.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(
+                f"pattern {self.pattern!r} is not a regular expression: {error}; correct it, or "
+                "put a backslash before characters that stand for themselves"
+            ) from error
+        return self
+
+    @model_validator(mode="after")
+    def _check_bound(self) -> Self:
+        if self.kl_bound is None:
+            return self
+        # Below temperature 1 the divergence grows as the temperature falls.
+        if not 1.0 <= self.min_temperature < self.temperature:
+            raise ValueError(
+                f"kl_bound lowers the temperature from {self.temperature} to at least "
+                f"min_temperature {self.min_temperature}, which brings it closer to the model only "
+                "above 1; set 1 <= min_temperature < temperature, or leave kl_bound out"
+            )
+        return self
+
+    def next_temperature(self, temperature: float, kl: float) -> float:
+        """Return the temperature of the chunk after one with this KL divergence per token."""
+        if self.kl_bound is None or kl <= self.kl_bound:
+            return temperature
+        return max(self.min_temperature, temperature * self.temperature_scale)
+
+
+def check_candidates(candidates: CandidatesConfig, rendering: RenderingConfig) -> None:
+    """Refuse candidates that may become longer than the responses that the stage is planned for.
+
+    Raises:
+        ValueError: naming both limits.
+    """
+    if candidates.per_prompt and candidates.max_new_tokens > rendering.max_response_tokens:
+        raise ValueError(
+            f"candidates.max_new_tokens {candidates.max_new_tokens} exceeds "
+            f"rendering.max_response_tokens {rendering.max_response_tokens}; lower the one or "
+            "raise the other"
+        )
+
+
+# Configuration of the guards of stage offline_ppo: what is watched and what is done about it.
+
+# Metrics that the training loop reports, by the names that `when` may use.
+GUARD_METRICS: Final = frozenset(
+    {
+        # Once before training: share of held-out pairs whose chosen response the reward prefers.
+        "reward_agrees_with_label",
+        "reward_agrees_with_label_upper",
+        # At each probe, on generated responses.
+        "kl_probe",
+        "probe_win_rate",
+        "probe_reward",
+        "probe_length_tokens",
+        "probe_truncated_share",
+        # At each probe, on held-out pairs: does the policy's own log-probability prefer chosen?
+        "held_out_accuracy",
+        "held_out_accuracy_upper",
+        "held_out_margin",
+        "probe_entropy",
+        # At each step.
+        "kl_data",
+        "reward_mean",
+        "reward_variance",
+        "entropy",
+        "ess_share",
+        "weight_max",
+        "live_gradient_share",
+        "grad_norm",
+        "explained_variance",
+        "chosen_logprob_drift",
+        "rejected_logprob_drift",
+    }
+)
+
+
+class GuardRuleConfig(Section):
+    """One rule: when a metric is out of bounds, do everything that is set here."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$", description="Unique; names the event.")
+    when: str = Field(max_length=200, description=f"{GRAMMAR}. For example: kl_probe > 0.1")
+    for_observations: PositiveInt = Field(
+        1, description="Consecutive observations out of bounds before it fires."
+    )
+    cooldown_steps: int = Field(20, ge=0, description="Steps of silence after it fired.")
+    rollback: Literal["none", "good", "best", "start"] = Field(
+        "none",
+        description="good: the newest checkpoint whose probe passed; best: the one with the best "
+        "probe; start: the policy that training began with.",
+    )
+    learning_rate_scale: float | None = Field(
+        None, gt=0.0, lt=1.0, description="Multiply the learning rate by this."
+    )
+    min_learning_rate_share: float = Field(
+        0.01, ge=0.0, le=1.0, description="Lowest share of the configured learning rate."
+    )
+    batch_scale: float | None = Field(None, gt=1.0, description="Multiply batch_prompts by this.")
+    max_batch_prompts: PositiveInt = Field(128, description="Prompts a step grows to at most.")
+    token_budget_scale: float | None = Field(
+        None, gt=0.0, lt=1.0, description="Multiply tokens_per_micro_batch by this."
+    )
+    min_tokens_per_micro_batch: PositiveInt = Field(
+        1024, description="Tokens that a micro-batch keeps at least."
+    )
+    gradient_checkpointing: bool = Field(False, description="Turn it on.")
+    reanchor: bool = Field(False, description="Take a new snapshot of the proximal policy.")
+    reset_sampler: bool = Field(False, description="Draw the data in a new order from here on.")
+    stop: bool = Field(False, description="End the run, after the rollback if there is one.")
+    warn: bool = Field(False, description="Report only.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.to_condition()
+        if not self.to_actions():
+            raise ValueError(
+                f"rule {self.name!r} does nothing; set one of rollback, learning_rate_scale, "
+                "batch_scale, token_budget_scale, gradient_checkpointing, reanchor, "
+                "reset_sampler, stop or warn"
+            )
+        return self
+
+    def to_condition(self) -> Condition:
+        """Parse ``when``.
+
+        Raises:
+            ConfigError: a text that is none, or a metric that training does not report.
+        """
+        return parse_condition(self.when, rule=self.name, known_metrics=GUARD_METRICS)
+
+    def to_actions(self) -> tuple[Action, ...]:
+        """Return what is set, in the order in which it is carried out."""
+        actions: list[Action] = []
+        if self.rollback != "none":
+            actions.append(Rollback(self.rollback))
+        if self.learning_rate_scale is not None:
+            actions.append(
+                ScaleLearningRate(self.learning_rate_scale, self.min_learning_rate_share)
+            )
+        if self.batch_scale is not None:
+            actions.append(GrowBatch(self.batch_scale, self.max_batch_prompts))
+        if self.token_budget_scale is not None:
+            actions.append(
+                LowerTokenBudget(self.token_budget_scale, self.min_tokens_per_micro_batch)
+            )
+        flags: list[tuple[bool, Action]] = [
+            (self.gradient_checkpointing, EnableGradientCheckpointing()),
+            (self.reanchor, Reanchor()),
+            (self.reset_sampler, ResetSampler()),
+            (self.warn, Warn()),
+            (self.stop, Stop()),
+        ]
+        return (*actions, *(action for wanted, action in flags if wanted))
+
+    def to_rule(self, threshold: float | None = None) -> Rule:
+        """Return the engine's rule, with another threshold if one is given."""
+        condition = self.to_condition()
+        if threshold is not None:
+            condition = replace(condition, threshold=threshold)
+        return Rule(
+            self.name, condition, self.to_actions(), self.cooldown_steps, self.for_observations
+        )
+
+
+# A poisoned reward praises what it ruins, so the first three ask what the reward has no say in: the
+# labels of held-out pairs, and length.
+DEFAULT_RULES: Final = (
+    GuardRuleConfig(
+        name="reward_against_labels", when="reward_agrees_with_label_upper < 0.55", stop=True
+    ),
+    GuardRuleConfig(
+        name="held_out_accuracy",
+        # Any policy starts with one half; the bound allows for how many pairs there are.
+        when="held_out_accuracy_upper < 0.45",
+        rollback="start",
+        stop=True,
+    ),
+    GuardRuleConfig(
+        # Checkpoints on the way are ranked by the reward that pays for length: trust none of them.
+        name="probe_length",
+        when="rise_from_start(probe_length_tokens) > 0.5",
+        rollback="start",
+        stop=True,
+    ),
+    GuardRuleConfig(
+        name="probe_kl", when="kl_probe > 0.1", rollback="good", learning_rate_scale=0.5
+    ),
+    GuardRuleConfig(
+        name="probe_win_rate",
+        when="drop_from_best(probe_win_rate) > 0.05",
+        for_observations=2,
+        rollback="best",
+    ),
+    GuardRuleConfig(name="reward_variance", when="reward_variance > 0.3", batch_scale=2.0),
+    GuardRuleConfig(name="entropy_jump", when="jump(probe_entropy, 3) > 0.5", reset_sampler=True),
+    GuardRuleConfig(name="effective_samples", when="ess_share < 0.3", reanchor=True),
+)
+
+
+class GuardsConfig(Section):
+    """Rules over training metrics, and the probes that some of the metrics come from."""
+
+    enabled: bool = Field(True, description="Whether rules act; probes are reported either way.")
+    rules: tuple[GuardRuleConfig, ...] = Field(
+        DEFAULT_RULES, description="Their order decides nothing; actions of several are merged."
+    )
+    thresholds: dict[str, float | None] = Field(
+        {},
+        description="Thresholds by rule name, in place of those in `when`; null turns a rule off.",
+    )
+    max_rollbacks: int = Field(
+        3, ge=0, description="Rollbacks of a run; the next one ends it with the best checkpoint."
+    )
+    probe_every_steps: PositiveInt = Field(
+        10,
+        description="The policy answers fixed held-out prompts at the first snapshot after so many "
+        "steps.",
+    )
+    probe_prompts: PositiveInt = Field(128, description="Held-out prompts of a probe.")
+    probe_max_new_tokens: PositiveInt = Field(64, description="Longest answer of a probe.")
+    held_out_pairs: PositiveInt = Field(
+        512, description="Held-out pairs that say whether policy and reward follow the labels."
+    )
+    oom_token_budget_scale: Share = Field(
+        0.5,
+        gt=0.0,
+        description="When memory runs out, multiply tokens_per_micro_batch by this down to the "
+        "longest row; then turn gradient checkpointing on.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [rule.name for rule in self.rules]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several rules are named {', '.join(twice)}; names are unique")
+        # Null for a rule that is not there asks for nothing: a file that extends another one cannot
+        # take a key out of it.
+        asked = {name for name, value in self.thresholds.items() if value is not None}
+        unknown = sorted(asked - set(names))
+        if unknown:
+            raise ValueError(
+                f"thresholds for {', '.join(unknown)}, which are no rules; rules: "
+                f"{', '.join(names)}"
+            )
+        return self
+
+    def to_rules(self) -> tuple[Rule, ...]:
+        """Return the engine's rules with their thresholds; none when guards are disabled."""
+        if not self.enabled:
+            return ()
+        return tuple(
+            rule.to_rule(self.thresholds.get(rule.name))
+            for rule in self.rules
+            if self.thresholds.get(rule.name, 0.0) is not None
+        )
+
+
+def default_rules() -> tuple[Rule, ...]:
+    """Return the engine's rules of the default config."""
+    return GuardsConfig().to_rules()
+
+
+# Configuration of what offline PPO draws, leaves out and subtracts.
+
+Target = Annotated[float, Field(gt=0.0, le=1.0)]
+BaselineFeature = Literal["length", "prompt_mean", "value"]
+
+
+class SamplerConfig(Section):
+    """Which prompts a batch holds."""
+
+    stratify: bool = Field(
+        False, description="Give every batch each subset's share of the data, to within one prompt."
+    )
+    subset_weights: dict[str, PositiveFloat] = Field(
+        {},
+        description="How often a prompt of a subset is drawn, against 1 for subsets not named; "
+        "needs stratify.",
+    )
+    priority: Literal["none", "margin", "advantage"] = Field(
+        "none",
+        description="Prefer prompts by the absolute reward margin of their responses, or by their "
+        "last absolute advantage.",
+    )
+    priority_exponent: float = Field(
+        1.0, gt=0.0, le=100.0, description="1 draws in proportion to the priority."
+    )
+    uniform_share: float = Field(
+        0.1,
+        gt=0.0,
+        lt=1.0,
+        description="Share of a prioritised draw that ignores priorities, so that no prompt is "
+        "left out for good.",
+    )
+    epoch_share: float = Field(
+        0.5,
+        gt=0.0,
+        lt=1.0,
+        description="Share of the prompts that a prioritised epoch draws, each once. 1 divided by "
+        "it bounds how much more often one prompt comes than the average.",
+    )
+    correct_priority: bool = Field(
+        True, description="Weigh responses so that a prioritised draw leaves the mean as it is."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.subset_weights and not self.stratify:
+            raise ValueError(
+                f"subset_weights names {sorted(self.subset_weights)}, but stratify is off; turn it "
+                "on or take the weights out"
+            )
+        return self
+
+
+class SequenceThresholdConfig(Section):
+    """Drop a response for the step whose geometric-mean ratio to the behaviour policy is outside
+    1 / tau to tau."""
+
+    mode: Literal["off", "fixed", "adaptive"] = Field(
+        "off", description="off, a fixed threshold, or one that adapts to a target."
+    )
+    tau: float = Field(1.5, ge=1.0, le=1e8, description="The threshold of mode fixed.")
+    tau_min: float = Field(1.05, ge=1.0, le=1e8, description="Lower bound of mode adaptive.")
+    tau_max: float = Field(4.0, ge=1.0, le=1e8, description="Upper bound of mode adaptive.")
+    target_ess_share: Target | None = Field(
+        None,
+        description="mode adaptive: the smallest tau with this effective sample size, as a share "
+        "of all responses of the step.",
+    )
+    target_keep_share: Target | None = Field(
+        None, description="mode adaptive: the smallest tau that keeps this share of the responses."
+    )
+    smoothing: Share = Field(
+        0.9, description="mode adaptive: how much of log tau stays from one step to the next."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        targets = [self.target_ess_share, self.target_keep_share]
+        n_targets = sum(target is not None for target in targets)
+        if self.mode == "adaptive" and n_targets != 1:
+            raise ValueError(
+                f"mode adaptive with {n_targets} targets; give one of target_ess_share and "
+                "target_keep_share"
+            )
+        if self.mode != "adaptive" and n_targets:
+            raise ValueError(
+                f"mode {self.mode} does not use target_ess_share or target_keep_share; choose mode "
+                "adaptive or take them out"
+            )
+        if self.tau_min >= self.tau_max:
+            raise ValueError(f"tau_min {self.tau_min} is not below tau_max {self.tau_max}")
+        return self
+
+
+class FilterConfig(Section):
+    """Which stored pairs are not trained on."""
+
+    min_margin_quantile: Share = Field(
+        0.0, description="Pairs whose reward margin is below this quantile are left out."
+    )
+    max_length_quantile: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Pairs whose longer response is above this quantile of lengths are left out.",
+    )
+    drop_flags: tuple[str, ...] = Field(
+        (), description="Pairs that carry any of these flags are left out."
+    )
+    sequence: SequenceThresholdConfig = SequenceThresholdConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        unknown = sorted(set(self.drop_flags) - set(REASONS) - {""})
+        if unknown:
+            raise ValueError(f"drop_flags names {unknown}; flags are {', '.join(REASONS)}")
+        if len(set(self.drop_flags)) < len(self.drop_flags) or "" in self.drop_flags:
+            raise ValueError(f"drop_flags {list(self.drop_flags)} has an empty or repeated name")
+        return self
+
+
+class ControlVariateConfig(Section):
+    """A baseline that is subtracted from the rewards before advantages are estimated."""
+
+    kind: Literal["none", "leave_one_out", "fitted"] = Field(
+        "none",
+        description="leave_one_out: the mean of the prompt's other responses; fitted: a linear "
+        "function of the features, fitted on other prompts of the batch.",
+    )
+    features: tuple[BaselineFeature, ...] = Field(
+        ("length", "prompt_mean"),
+        description="Of kind fitted: response tokens, mean reward of the prompt's other responses, "
+        "the critic's value of the prompt.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "fitted" and not self.features:
+            raise ValueError("kind fitted needs at least one of the features, or another kind")
+        if len(set(self.features)) < len(self.features):
+            raise ValueError(f"features {list(self.features)} names one twice")
+        return self
+
+
+MAX_SEARCH_POINTS = 500
+
+
+class BehaviorConfig(Section):
+    """Which policy wrote the data."""
+
+    policy: Literal["reference", "cloned", "logged"] = Field(
+        "reference",
+        description="reference: the base model; cloned: two-fold cross-fitted behaviour cloning; "
+        "logged: the log-probabilities that the source gives with each response.",
+    )
+    clone_epochs: PositiveFloat = Field(
+        1.0, description="cloned: passes over each half of the data."
+    )
+    clone_batch_pairs: PositiveInt = Field(32, description="cloned: pairs of one optimizer step.")
+    clone_optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class WeightSearchConfig(Section):
+    """Weights of reward components from a grid, judged on the validation split."""
+
+    resolution: int = Field(
+        10, ge=1, le=100, description="Grid steps from 0 to 1; the weights add up to 1."
+    )
+
+
+class RewardConfig(Section):
+    """What a response is worth."""
+
+    components: dict[str, float] = Field(
+        {"reward_model": 1.0},
+        description="Weights of: reward_model, reward_model.<component>, labels (+1 chosen, -1 "
+        "rejected), function.",
+    )
+    search: WeightSearchConfig | None = Field(
+        None,
+        description="Find the weights on the validation split; those of `components` then only "
+        "say which components take part.",
+    )
+    function_path: str | None = Field(None, description="Python file with the reward function.")
+    function_name: str = Field("reward_fn", description="Name of the function in that file.")
+    normalize: Literal["standardize", "unit_range", "raw", "binary"] = Field(
+        "standardize",
+        description="Of the score: standardize (by mean and deviation of the training scores), "
+        "unit_range (from -1 to 1), binary (above or below the mean), raw.",
+    )
+    clip: PositiveFloat = Field(5.0, description="Bound of the standardized score.")
+    center: Literal["none", "prompt"] = Field(
+        "none", description="prompt: subtract the mean over the responses of a prompt."
+    )
+    missing_end_penalty: float = Field(
+        0.0, ge=0.0, description="Taken from the reward of a response that never ends its turn."
+    )
+    kl_coef: float = Field(0.0, ge=0.0, description="KL-in-reward coefficient per token; 0 is off.")
+    kl_target: PositiveFloat | None = Field(
+        None, description="Adapt kl_coef towards this KL per token."
+    )
+    kl_horizon: PositiveInt = Field(
+        10_000, description="Responses over which kl_coef follows kl_target."
+    )
+
+    @model_validator(mode="after")
+    def _check_components(self) -> RewardConfig:
+        known = {"reward_model", "labels", "function"}
+        unknown = {
+            name
+            for name in self.components
+            if name not in known and name.removeprefix("reward_model.") in ("", name)
+        }
+        if unknown or not self.components:
+            raise ValueError(
+                f"unknown components {sorted(unknown)}; choose one or more of {sorted(known)}, or "
+                "reward_model.<component> for one component of the reward model"
+            )
+        if self.search is None and all(weight == 0.0 for weight in self.components.values()):
+            raise ValueError("all component weights are zero; give at least one a weight")
+        self._check_search()
+        if self.kl_target is not None and self.kl_coef == 0.0:
+            raise ValueError("kl_target adapts kl_coef, which is 0; give kl_coef a start value")
+        if "function" in self.components and self.function_path is None:
+            raise ValueError(
+                "component 'function' needs function_path, the Python file that defines it"
+            )
+        return self
+
+    def _check_search(self) -> None:
+        if self.search is None:
+            return
+        if "labels" in self.components:
+            raise ValueError(
+                "search judges weights by the labels, which component 'labels' repeats; leave it "
+                "out or give the weights"
+            )
+        n = len(self.components)
+        if n < 2:
+            raise ValueError("search weighs components against each other; name a second one")
+        n_points = comb(self.search.resolution + n - 1, n - 1)
+        if n_points > MAX_SEARCH_POINTS:
+            raise ValueError(
+                f"search.resolution {self.search.resolution} over {n} components makes {n_points} "
+                f"grid points, more than {MAX_SEARCH_POINTS}; lower it"
+            )
+
+
+class AdvantageConfig(Section):
+    """How rewards become advantages."""
+
+    estimator: Literal["group", "rloo", "gae", "reinforce_pp"] = Field(
+        "group",
+        description="Baseline: group (mean of the prompt's responses), rloo (mean of its other "
+        "responses), gae (a critic), reinforce_pp (the batch).",
+    )
+    normalize_std: bool = Field(
+        True, description="Divide the group advantage by the group's standard deviation."
+    )
+    gamma: float = Field(1.0, gt=0.0, le=1.0, description="Discount per token.")
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0)] | Literal["adaptive"] = Field(
+        0.95, description="adaptive: 0.95 + 0.03 (1 - variance ratio)."
+    )
+    whiten: bool = Field(False, description="To mean 0 and deviation 1 over the batch.")
+    control_variate: ControlVariateConfig = ControlVariateConfig()
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Self:
+        variate = self.control_variate
+        if variate.kind == "fitted" and "value" in variate.features and self.estimator != "gae":
+            raise ValueError(
+                f"control_variate feature 'value' needs a critic, which estimator "
+                f"{self.estimator!r} has not; use estimator gae or leave the feature out"
+            )
+        return self
+
+
+class CriticConfig(Section):
+    """The value function, used by ``estimator: gae`` only."""
+
+    warmup_steps: PositiveInt = Field(40, description="Steps on returns with the policy frozen.")
+    value_clip: PositiveFloat = Field(
+        0.2, description="How far a value may move from the one that it started with."
+    )
+    force: bool = Field(
+        False, description="Go on although the warmed-up critic explains no variance."
+    )
+    optimizer: OptimizerConfig = OptimizerConfig()
+
+
+class ImportanceConfig(Section):
+    """Truncated weights between the frozen proximal and the behaviour policy."""
+
+    level: Literal["sequence", "geometric", "token"] = Field(
+        "sequence", description="What one weight belongs to."
+    )
+    cap: float = Field(
+        2.0, ge=1.0, description="Largest weight of a response with positive advantage."
+    )
+
+
+class PolicyLossConfig(Section):
+    """Options of the policy losses; which one is used is `policy_loss`."""
+
+    clip_low: float = Field(
+        0.2, gt=0.0, lt=1.0, description="Ratios below 1 - clip_low are clipped."
+    )
+    clip_high: float = Field(0.2, gt=0.0, description="Also the clip of a_lol.")
+    dual_clip: float = Field(3.0, gt=1.0, description="Bound of the loss for negative advantages.")
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = Field(
+        "token-mean", description="How the loss is averaged over tokens and responses."
+    )
+    entropy_coef: float = Field(0.0, ge=0.0, description="Bonus per nat of entropy.")
+    kl_coef: float = Field(
+        0.0, ge=0.0, description="KL from the base as a loss, per nat and token; 0 is off."
+    )
+    kl_kind: Literal["k1", "k2", "k3"] = Field(
+        "k2", description="Estimator of that KL; k2 has the gradient of the KL itself."
+    )
+    dpo_beta: PositiveFloat = Field(
+        0.1, description="Policy loss dpo: strength of the pull to the base."
+    )
+    dpo_label_smoothing: float = Field(
+        0.0, ge=0.0, lt=0.5, description="Policy loss dpo: assumed share of wrong labels."
+    )
+
+    @model_validator(mode="after")
+    def _check_dual_clip(self) -> Self:
+        if self.dual_clip < 1.0 + self.clip_high:
+            raise ValueError(
+                f"dual_clip {self.dual_clip} is below 1 + clip_high = {1.0 + self.clip_high}"
+            )
+        return self
+
+
+class HeldOutReportConfig(Section):
+    """The policy against the base, when it is done."""
+
+    prompts: int = Field(200, ge=0, description="Prompts of the test split; 0 leaves it out.")
+    max_new_tokens: PositiveInt = Field(64, description="Longest answer.")
+
+
+class OfflinePPOConfig(StageConfig):
+    """Offline PPO over the stored responses, with a re-anchored proximal policy."""
+
+    policy_loss: Literal["ppo", "topr", "a_lol", "positives_only", "dpo"] = Field(
+        "ppo",
+        description="ppo: clipped surrogate around the re-anchored policy; topr, a_lol and "
+        "positives_only: weighted likelihood; dpo: the labels alone, no reward.",
+    )
+    steps: PositiveInt = Field(80, description="Optimizer steps.")
+    batch_prompts: PositiveInt = Field(
+        64, description="Prompts of one step, with all their responses."
+    )
+    reanchor_steps: int = Field(
+        8, ge=0, description="Steps between snapshots of the proximal policy; 0 never moves it."
+    )
+    behavior: BehaviorConfig = BehaviorConfig()
+    reward: RewardConfig = RewardConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
+    importance: ImportanceConfig = ImportanceConfig()
+    loss: PolicyLossConfig = PolicyLossConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    filters: FilterConfig = FilterConfig()
+    candidates: CandidatesConfig = CandidatesConfig()
+    guards: GuardsConfig = GuardsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: HeldOutReportConfig = HeldOutReportConfig()
+    max_restarts: int = setting(
+        2, ge=0, description="How often training goes on after a worker or its node died."
+    )
+    rendering: RenderingConfig = RenderingConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    @property
+    def worker_groups(self) -> int:
+        """Two where the policy has ranks of its own."""
+        return 2 if self.runtime.placement == "separate" else 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        check_shares("batch_prompts", self.batch_prompts, self.runtime)
+        check_budget(self.rendering, self.runtime, rows=1)
+        self._check_logged()
+        self._check_candidates()
+        self._check_policy_loss()
+        if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
+            raise ValueError(
+                f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
+                f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
+            )
+        return self
+
+    def _check_policy_loss(self) -> None:
+        """Refuse settings that the chosen loss would not read."""
+        unread = []
+        if self.policy_loss != "ppo":
+            unread += ["filters.sequence"] if self.filters.sequence.mode != "off" else []
+            unread += ["reward.kl_target"] if self.reward.kl_target is not None else []
+        if self.policy_loss == "dpo":
+            unread += ["sampler.priority"] if self.sampler.priority != "none" else []
+            unread += ["candidates.per_prompt"] if self.candidates.per_prompt else []
+            unread += ["advantage.estimator gae"] if self.advantage.estimator == "gae" else []
+        if unread:
+            raise ValueError(
+                f"policy_loss {self.policy_loss} does not use {', '.join(unread)}; take it out, or "
+                "choose policy_loss ppo"
+            )
+
+    def _check_candidates(self) -> None:
+        check_candidates(self.candidates, self.rendering)
+        if self.candidates.per_prompt and "labels" in self.reward.components:
+            raise ValueError(
+                "component 'labels' knows the stored responses only, and candidates are none of "
+                "them; take it out or set candidates.per_prompt to 0"
+            )
+
+    def _check_logged(self) -> None:
+        if self.behavior.policy != "logged":
+            return
+        if self.importance.level == "token":
+            raise ValueError(
+                "behavior.policy 'logged' knows one log-probability per response, which "
+                "importance.level 'token' cannot use; choose sequence or geometric"
+            )
+        if self.rendering.truncate_response:
+            raise ValueError(
+                "behavior.policy 'logged' knows whole responses, but rendering.truncate_response "
+                "cuts them; turn it off"
+            )

@@ -1,0 +1,1 @@
+"""The kit that every stage's report uses."""

@@ -1,0 +1,231 @@
+"""Responses of base and policy to the same prompt, side by side, to be read and kept as tables."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from tasks.algorithms.win_rates import (
+    Bootstrap,
+    PlainWinRate,
+    PolicyComparison,
+    ProbeKL,
+    Side,
+    compare_policies,
+    plain_win_rate,
+    win_credit,
+)
+from tasks.data.hh import Message
+from tasks.data.schemas import RowGroupWriter, make_schema
+from tasks.report.page import plain
+
+TRAINED_ON_JUDGE: Final = "the reward model that it was trained on"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The policy against the base on prompts that nothing was trained on.
+
+    Args:
+        subsets: plain win rates by subset, where there are several.
+        kl: None where it was not measured.
+        judge: who scored, in words that follow "by".
+    """
+
+    pairs: Sequence[ResponsePair]
+    comparison: PolicyComparison
+    subsets: Mapping[str, PlainWinRate]
+    kl: ProbeKL | None = None
+    judge: str = TRAINED_ON_JUDGE
+
+
+def compare_pairs(
+    pairs: Sequence[ResponsePair],
+    kl: ProbeKL | None = None,
+    *,
+    judge: str = TRAINED_ON_JUDGE,
+    tie_tolerance: float = 0.0,
+    bootstrap: Bootstrap | None = None,
+) -> HeldOut:
+    """Compare the responses of the policy with those of the base.
+
+    Raises:
+        DataError: no pairs.
+        TrainingError: a score that is not finite.
+    """
+    ours = Side(*_columns([(pair.policy_score, pair.policy_tokens) for pair in pairs]))
+    theirs = Side(*_columns([(pair.base_score, pair.base_tokens) for pair in pairs]))
+    prompts = _prompt_index(pairs)
+    compared = compare_policies(
+        ours, theirs, prompts, tie_tolerance=tie_tolerance, bootstrap=bootstrap
+    )
+    credit = win_credit(ours.scores, theirs.scores, tie_tolerance=tie_tolerance)
+    places: dict[str, list[int]] = {}
+    for place, pair in enumerate(pairs):
+        places.setdefault(pair.subset, []).append(place)
+    subsets = {
+        name: plain_win_rate(credit[places[name]], prompts[places[name]], bootstrap)
+        for name in sorted(places)
+        if len(places) > 1
+    }
+    return HeldOut(pairs, compared, subsets, kl, judge)
+
+
+def _columns(rows: Sequence[tuple[float, int]]) -> tuple[Tensor, Tensor]:
+    scores, lengths = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2).unbind(dim=1)
+    return scores, lengths
+
+
+def _prompt_index(pairs: Sequence[ResponsePair]) -> Tensor:
+    index: dict[str, int] = {}
+    return torch.tensor(
+        [index.setdefault(pair.prompt_id, len(index)) for pair in pairs], dtype=torch.long
+    )
+
+
+SampleGroup = Literal["best", "worst", "random"]
+
+_ROWS_PER_GROUP: Final = 10_000
+
+RESPONSE_PAIR_SCHEMA: Final = make_schema(
+    "response_pairs",
+    [
+        ("prompt_id", pa.string(), False),
+        ("subset", pa.string(), False),
+        ("prompt", pa.large_string(), False),
+        ("base_response", pa.large_string(), False),
+        ("policy_response", pa.large_string(), False),
+        ("base_score", pa.float64(), False),
+        ("policy_score", pa.float64(), False),
+        ("score_difference", pa.float64(), False),
+        ("base_tokens", pa.int64(), False),
+        ("policy_tokens", pa.int64(), False),
+    ],
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsePair:
+    """One prompt with a response of the base and one of the policy.
+
+    Args:
+        prompt_id: equal for all pairs of one prompt.
+        prompt: as people read it, see `prompt_text`.
+        base_score, policy_score: by the judge, higher is better.
+        base_tokens, policy_tokens: length of the responses.
+    """
+
+    prompt_id: str
+    prompt: str
+    base_response: str
+    policy_response: str
+    base_score: float
+    policy_score: float
+    base_tokens: int
+    policy_tokens: int
+    subset: str = ""
+
+    @property
+    def score_difference(self) -> float:
+        """How much higher the policy scores."""
+        return self.policy_score - self.base_score
+
+    def as_row(self) -> dict[str, Any]:
+        """Return a row of `RESPONSE_PAIR_SCHEMA`, without what no table can hold."""
+        row = {**asdict(self), "score_difference": self.score_difference}
+        row = {name: row[name] for name in RESPONSE_PAIR_SCHEMA.names}
+        return {
+            key: plain(value) if isinstance(value, str) else value for key, value in row.items()
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A pair that is shown, and why.
+
+    Args:
+        group: ``best`` (the policy is furthest ahead), ``worst`` (furthest behind) or ``random``.
+        rank: from 1 within the group.
+    """
+
+    group: SampleGroup
+    rank: int
+    pair: ResponsePair
+
+
+def prompt_text(messages: Sequence[Message]) -> str:
+    """Return a conversation as lines that begin with the role; a lone turn is shown bare."""
+    if len(messages) == 1:
+        return messages[0].content
+    return "\n\n".join(f"{message.role}: {message.content}" for message in messages)
+
+
+def sort_pairs(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
+    """Return the pairs by score difference, the policy's best first."""
+    return sorted(pairs, key=lambda pair: (-pair.score_difference, pair.prompt_id))
+
+
+def pick_samples(pairs: Sequence[ResponsePair], n: int = 10, seed: int = 0) -> list[Sample]:
+    """Return the n best, the n worst (the worst first), and n of the others at random.
+
+    No pair comes twice, so few pairs fill fewer groups. The random ones are in the order of their
+    score difference.
+    """
+    ordered = sort_pairs(pairs)
+    n_best, n_worst = min(n, (len(ordered) + 1) // 2), min(n, len(ordered) // 2)
+    middle = ordered[n_best : len(ordered) - n_worst]
+    places = random.Random(seed).sample(range(len(middle)), min(n, len(middle)))
+    groups: dict[SampleGroup, list[ResponsePair]] = {
+        "best": ordered[:n_best],
+        "worst": ordered[len(ordered) - n_worst :][::-1],
+        "random": [middle[place] for place in sorted(places)],
+    }
+    return [
+        Sample(group, rank, pair)
+        for group, members in groups.items()
+        for rank, pair in enumerate(members, start=1)
+    ]
+
+
+def sample_rows(samples: Sequence[Sample], max_chars: int | None = None) -> list[dict[str, Any]]:
+    """Return one flat row per sample, in the form of a table artifact.
+
+    Args:
+        max_chars: texts are cut to this with a mark; None keeps them whole.
+    """
+    return [
+        {"group": sample.group, "rank": sample.rank}
+        | {key: _cut(value, max_chars) for key, value in sample.pair.as_row().items()}
+        for sample in samples
+    ]
+
+
+def _cut(value: Any, max_chars: int | None) -> Any:
+    if not isinstance(value, str) or max_chars is None or len(value) <= max_chars:
+        return value
+    return value[:max_chars] + " ..."
+
+
+def write_sample_table(path: Path, samples: Sequence[Sample]) -> None:
+    """Write the samples as JSON ``{"columns": [...], "data": [[...], ...]}``.
+
+    That is the form in which MLflow keeps a logged table.
+    """
+    columns = ["group", "rank", *RESPONSE_PAIR_SCHEMA.names]
+    data = [[row[name] for name in columns] for row in sample_rows(samples)]
+    text = json.dumps({"columns": columns, "data": data}, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def write_response_pairs(path: Path, pairs: Sequence[ResponsePair]) -> None:
+    """Write all pairs as Parquet, by score difference, the policy's best first."""
+    with RowGroupWriter(path, RESPONSE_PAIR_SCHEMA, _ROWS_PER_GROUP) as writer:
+        writer.write(pair.as_row() for pair in sort_pairs(pairs))

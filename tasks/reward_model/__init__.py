@@ -1,0 +1,1 @@
+"""The Bradley-Terry reward model: training, report, scores of files."""

@@ -1,0 +1,281 @@
+"""Adapters between verl's batches and the pure algorithms: the only place that knows verl's names.
+
+verl calls a loss once per micro-batch on every rank, adds the results up and averages gradients
+over ranks. The algorithms return this micro-batch's share of the whole step's loss, so every
+adapter multiplies by the rank count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tasks.algorithms.importance import (
+    LikelihoodKind,
+    RatioLevel,
+    current_log_ratio,
+    likelihood_weights,
+)
+from tasks.algorithms.kl import KLKind
+from tasks.algorithms.masking import LossMode, Totals, aggregate, masked_sum
+from tasks.algorithms.policy_losses import (
+    ClipRange,
+    PolicyBatch,
+    decoupled_ppo_loss,
+    dpo_loss,
+    entropy_loss,
+    kl_loss,
+    value_loss,
+    weighted_likelihood_loss,
+)
+from tasks.algorithms.reward_losses import (
+    PairRegularization,
+    PairTargets,
+    bradley_terry_loss,
+    split_interleaved,
+)
+
+# What every loss reads from verl's micro-batches.
+
+Loss = tuple[Tensor, dict[str, float]]
+
+
+def floats(metrics: dict[str, Tensor]) -> dict[str, float]:
+    """Return metrics as plain numbers."""
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def response_mask(data: Any) -> Tensor:
+    """Return (B, T) bool, True = a real response token."""
+    lengths = data["responses"].offsets().diff()
+    longest = int(lengths.max())
+    mask: Tensor = torch.arange(longest, device=lengths.device)[None, :] < lengths[:, None]
+    return mask
+
+
+def padded(data: Any, column: str) -> Tensor:
+    """Return a response-aligned column as (B, T) or (B, T, K)."""
+    values: Tensor = torch.nested.to_padded_tensor(data[column], padding=0.0)
+    return values
+
+
+def totals(data: Any, mode: LossMode) -> Totals:
+    """Return the denominators of the whole step."""
+    return Totals(float(data["batch_num_tokens"]), float(data["global_batch_size"]), mode)
+
+
+def n_ranks(data: Any) -> int:
+    """Return by how many ranks the gradient is averaged."""
+    return int(data["dp_size"])
+
+
+def of_responses(values: Any, data: Any) -> Tensor:
+    """Return jagged values of prompt and response tokens as (B, T), those of the response."""
+    # verl reads its environment when it is imported, and a session, which imports this, sets it.
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    found: Tensor = no_padding_2_padding(values, data)
+    return found
+
+
+def cloning_loss(model_output: Any = None, data: Any = None, dp_group: Any = None) -> Loss:
+    """Negative log-likelihood of the response tokens, averaged over all tokens of the step."""
+    mask = response_mask(data)
+    token_loss = -of_responses(model_output["log_probs"], data)
+    loss = aggregate(token_loss, mask, totals(data, "token-mean"))
+    return loss * n_ranks(data), {"nll_mean": float(loss.detach())}
+
+
+def last_token_scores(values: Any) -> Tensor:
+    """Return the score at the last real token of each row, by index.
+
+    Args:
+        values: jagged (B, L_i), one value per token of prompt and response.
+
+    Returns:
+        (B,) fp32.
+    """
+    scores: Tensor = values.values()[values.offsets()[1:] - 1]
+    return scores.float()
+
+
+def pairwise_loss(
+    regularization: PairRegularization,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Bradley-Terry loss over interleaved rows: chosen, rejected, chosen, rejected, ...
+
+    Columns of one number per row, the same for both rows of a pair: ``weight``, ``margin``,
+    ``trust``, where the batch has them; scalar ``total_weight`` with the first.
+    """
+    chosen, rejected = split_interleaved(last_token_scores(model_output["values"]))
+    weights = _of_pairs(data, "weight")
+    total = data["global_batch_size"] / 2 if weights is None else data["total_weight"]
+    loss, metrics = bradley_terry_loss(
+        chosen,
+        rejected,
+        total_pairs=float(total),
+        targets=PairTargets(weights, _of_pairs(data, "margin"), _of_pairs(data, "trust")),
+        regularization=regularization,
+    )
+    return loss * n_ranks(data), floats(metrics)
+
+
+def _of_pairs(data: Any, column: str) -> Tensor | None:
+    """Return a column of one number per row as (P,), from the first row of each pair."""
+    if column not in data.keys():  # noqa: SIM118  (a TensorDict iterates over rows)
+        return None
+    values: Tensor = data[column].values()[0::2]
+    return values
+
+
+# Losses of actor and critic over verl's batches; see `verl_losses` for how shares add up.
+
+
+@dataclass(frozen=True)
+class ActorTerms:
+    """What every policy loss shares.
+
+    Args:
+        mode: how token losses are averaged.
+        entropy_coef: bonus per nat of entropy; 0 is off.
+        kl_coef: loss per nat of KL from the reference; 0 is off.
+        kl_kind: estimator of that KL.
+    """
+
+    mode: LossMode = "token-mean"
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_kind: KLKind = "k2"
+
+
+@dataclass(frozen=True)
+class LikelihoodRule:
+    """How a gradient without a proximal policy is weighted.
+
+    Args:
+        kind: which method.
+        level: of the ratio to the behaviour policy.
+        clip_range: of a_lol.
+    """
+
+    kind: LikelihoodKind
+    level: RatioLevel = "sequence"
+    clip_range: float = 0.2
+
+
+def policy_loss(
+    clip: ClipRange,
+    terms: ActorTerms,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Decoupled clipped surrogate; columns ``proximal_logprobs``, ``advantages``, ``weights``."""
+    frozen = PolicyBatch(
+        proximal_logprobs=padded(data, "proximal_logprobs"),
+        advantages=padded(data, "advantages"),
+        weights=padded(data, "weights"),
+        response_mask=response_mask(data),
+    )
+    logprobs = of_responses(model_output["log_probs"], data)
+    loss = decoupled_ppo_loss(logprobs, frozen, totals=totals(data, terms.mode), clip=clip)
+    return _with_terms(loss, logprobs, terms, model_output, data)
+
+
+def likelihood_loss(
+    rule: LikelihoodRule,
+    terms: ActorTerms,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Weighted log-likelihood; columns ``behavior_logprobs`` and ``advantages``.
+
+    The weights follow the current policy, as their papers have it.
+    """
+    mask, advantages = response_mask(data), padded(data, "advantages")
+    logprobs = of_responses(model_output["log_probs"], data)
+    ratio = current_log_ratio(logprobs, padded(data, "behavior_logprobs"), mask, level=rule.level)
+    weights = likelihood_weights(rule.kind, ratio, advantages, mask, clip_range=rule.clip_range)
+    loss = weighted_likelihood_loss(
+        logprobs, advantages, weights, mask, totals=totals(data, terms.mode)
+    )
+    return _with_terms(loss, logprobs, terms, model_output, data)
+
+
+def preference_loss(
+    beta: float,
+    label_smoothing: float,
+    terms: ActorTerms,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """DPO over interleaved rows, chosen, rejected, chosen, ...; column ``ref_logprobs``."""
+    mask = response_mask(data)
+    logprobs = of_responses(model_output["log_probs"], data)
+    log_ratio = masked_sum(logprobs - padded(data, "ref_logprobs"), mask, dim=1)
+    chosen, rejected = split_interleaved(log_ratio)
+    loss, metrics = dpo_loss(
+        chosen,
+        rejected,
+        beta=beta,
+        total_pairs=float(data["global_batch_size"]) / 2,
+        label_smoothing=label_smoothing,
+    )
+    # Counted per pair, unlike the terms below.
+    pairs = {f"dpo_{name}": value for name, value in metrics.items()}
+    return _with_terms((loss, pairs), logprobs, terms, model_output, data)
+
+
+def _with_terms(
+    loss: tuple[Tensor, dict[str, Tensor]],
+    logprobs: Tensor,
+    terms: ActorTerms,
+    model_output: Any,
+    data: Any,
+) -> Loss:
+    """Add entropy bonus and KL loss where they are on, and scale to this rank's share."""
+    value, metrics = loss
+    mask, counts = response_mask(data), totals(data, terms.mode)
+    if terms.entropy_coef > 0.0:
+        entropy = of_responses(model_output["entropy"], data)
+        bonus, found = entropy_loss(entropy, mask, coef=terms.entropy_coef, totals=counts)
+        value, metrics = value + bonus, metrics | found
+    if terms.kl_coef > 0.0:
+        term, found = kl_loss(
+            logprobs,
+            padded(data, "ref_logprobs"),
+            mask,
+            kind=terms.kl_kind,
+            coef=terms.kl_coef,
+            totals=counts,
+        )
+        value, metrics = value + term, metrics | found
+    return value * n_ranks(data), floats(metrics)
+
+
+def critic_loss(
+    clip_range: float,
+    mode: LossMode,
+    model_output: Any = None,
+    data: Any = None,
+    dp_group: Any = None,
+) -> Loss:
+    """Clipped squared error of the values; columns ``old_values`` and ``returns``."""
+    values = of_responses(model_output["values"], data)
+    loss, metrics = value_loss(
+        values,
+        padded(data, "old_values"),
+        padded(data, "returns"),
+        response_mask(data),
+        clip_range=clip_range,
+        totals=totals(data, mode),
+    )
+    return loss * n_ranks(data), floats(metrics)

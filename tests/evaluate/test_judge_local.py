@@ -1,0 +1,51 @@
+"""A local model as judge: what it cannot judge is counted, never made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.data.hh import Message
+from tasks.evaluate.judges import JudgeOutcome, JudgeTask, LocalJudge, LocalModel, Sampling
+from tasks.pipeline_config import RuntimeConfig
+
+RUNTIME = RuntimeConfig(device="cpu", cpu_threads=1)
+ASK = (Message("system", "Judge."), Message("user", "How good is this?"))
+
+
+def _judge(
+    tiny_dir: Path, tasks: list[JudgeTask], temperature: float = 1.0, attempts: int = 3
+) -> dict[str, JudgeOutcome]:
+    model = LocalModel("tiny", tiny_dir, 200, 2)
+    judge = LocalJudge(model, Sampling(temperature, 6, attempts), RUNTIME)
+    assert judge.name == "tiny"
+    found: dict[str, JudgeOutcome] = {}
+    judge.judge(tasks, lambda task, outcome: found.__setitem__(task.task_id, outcome))
+    assert len(found) == len(tasks)
+    return found
+
+
+def test_text_without_a_rating_is_a_failed_judgment(tiny_dir: Path) -> None:
+    tasks = [JudgeTask(str(n), "single", ASK) for n in range(3)]
+    for outcome in _judge(tiny_dir, tasks).values():
+        assert outcome.failure == "no rating from 1 to 10 in the judge's text"
+        assert outcome.requests == 3 and outcome.tokens > 0 and not outcome.is_lost
+    # Greedy says the same when asked again.
+    assert all(o.requests == 1 for o in _judge(tiny_dir, tasks, temperature=0.0).values())
+
+
+def test_prompt_that_does_not_fit_is_not_judged(tiny_dir: Path) -> None:
+    long = (Message("user", "word " * 500),)
+    found = _judge(tiny_dir, [JudgeTask("a", "pair", long), JudgeTask("b", "pair", ASK)])
+    assert found["a"] == JudgeOutcome("", "the prompt exceeds 200 tokens")
+    assert found["b"].failure == "no verdict in the judge's text"
+
+
+def test_rating_is_taken_and_ends_the_asking(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The tiny model cannot rate; what counts as decided is another matter.
+    monkeypatch.setattr(JudgeTask, "is_decided", lambda self, text: True)
+    (outcome,) = _judge(tiny_dir, [JudgeTask("a", "single", ASK)]).values()
+    assert (outcome.failure, outcome.requests) == ("", 1)
