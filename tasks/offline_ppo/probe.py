@@ -20,7 +20,8 @@ from tasks.algorithms.kl import kl_per_token
 from tasks.algorithms.masking import masked_mean
 from tasks.data.hh import Pair
 from tasks.data.rendering import Renderer
-from tasks.offline_ppo.rewards import ComponentScorer, Judged, rewards_of
+from tasks.offline_ppo.reward_process import Judged
+from tasks.offline_ppo.rewards import ComponentScorer, rewards_of
 from tasks.pipeline_config import GenerationConfig
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.rows import ACTOR, REFERENCE, Responses, RoleSpec, Row, mask_of, pad
