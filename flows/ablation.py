@@ -128,7 +128,7 @@ def check_ablation(cfg: PipelineConfig) -> None:
     """Check all that the methods will read, before any work.
 
     Raises:
-        RlhfError: as `flows.preflight.check_inputs`.
+        RlhfError: as `flows.inputs.check_inputs`.
     """
     section = section_of(cfg)
     check_inputs(cfg, upstream_stages(section))

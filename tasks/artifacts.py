@@ -267,7 +267,7 @@ def fingerprint(
     Args:
         stage: stem of the stage.
         code_version: raised by hand when a stage's code starts to give another result.
-        identity: config fields that change the result (`tasks.config.identity_fields`).
+        identity: config fields that change the result (`tasks.pipeline_config.identity_fields`).
         parents: fingerprint of each upstream by name.
 
     Returns:

@@ -231,7 +231,7 @@ def has_control(folded: bytes) -> bool:
 
 
 def prompt_id_of(roles: list[str], contents: list[str]) -> str:
-    """Return what `tasks.data.hh.make_prompt_id` returns for these turns."""
+    """Return what `make_prompt_id` returns for these turns."""
     parts = ROLE_PARTS
     text = "".join(
         [f"{parts[role]}{len(content)}:{content}" for role, content in zip(roles, contents)]  # noqa: B905
@@ -240,7 +240,7 @@ def prompt_id_of(roles: list[str], contents: list[str]) -> str:
 
 
 def pair_digest(prompt_id: str, chosen: str, rejected: str) -> bytes:
-    """Return the SHA-256 whose head is what `tasks.data.hh.make_pair_id` returns."""
+    """Return the SHA-256 whose head is what `make_pair_id` returns."""
     text = f"{len(prompt_id)}:{prompt_id}{len(chosen)}:{chosen}{len(rejected)}:{rejected}"
     return hashlib.sha256(text.encode()).digest()
 

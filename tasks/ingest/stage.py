@@ -62,7 +62,7 @@ def ingest_pairs(
     many they are, and memory does not grow with the number of rows.
 
     Args:
-        files: in the order in which their rows are numbered; see `tasks.data.inputs.find_files`.
+        files: in the order in which their rows are numbered; see `tasks.data.source.find_files`.
 
     Raises:
         MissingInputError: no such file.

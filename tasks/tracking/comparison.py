@@ -277,7 +277,7 @@ def render_comparison(comparison: Mapping[str, Any]) -> str:
     """Return the page.
 
     Args:
-        comparison: `tasks.comparison.Comparison` as plain values; each row may have ``differs``.
+        comparison: `tasks.tracking.comparison.Comparison` as plain values; each row may have ``differs``.
     """
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         files("tasks.tracking").joinpath("compare_page.html").read_text("utf-8")
