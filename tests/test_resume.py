@@ -46,7 +46,7 @@ import sys
 from pathlib import Path
 
 from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
+from flows.stages import RunOptions
 from flows.reward_model import train_reward_model
 from tasks.runtime.session import cluster_session
 from tasks.config.loading import load_config

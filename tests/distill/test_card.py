@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.algorithms.statistics import clustered_mean
+from tasks.algorithms.win_rates import clustered_mean
 from tasks.artifacts import ParentRef, read_manifest
 from tasks.distill.report import (
     BASE,

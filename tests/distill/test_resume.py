@@ -45,7 +45,7 @@ import sys
 from pathlib import Path
 
 from flows.distill import distill
-from flows.options import RunOptions
+from flows.stages import RunOptions
 from tasks.runtime.session import cluster_session
 from tasks.data import teacher_labels
 from tasks.config.loading import load_config
