@@ -27,8 +27,8 @@ BAD_INPUT = 2
 # Says that it is ready, and opens the database when it is told to.
 OPEN = (
     "import sys\n"
-    "from tasks.config import TrackingConfig\n"
-    "from tasks.tracking import connect\n"
+    "from tasks.pipeline_config import TrackingConfig\n"
+    "from tasks.tracking.mlflow import connect\n"
     "from tasks.workspace import Workspace\n"
     "print('ready', flush=True)\n"
     "sys.stdin.readline()\n"

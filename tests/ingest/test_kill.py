@@ -122,9 +122,9 @@ from pathlib import Path
 from tasks.artifacts import Draft
 from tasks.pipeline_config import IngestConfig
 from tasks.context import StageContext
-from tasks.data import chunk_sources
-from tasks.ingest.sources import find_files, source_configs
-import tasks.ingest as stage
+from tasks.data.source import find_files, source_configs
+from tasks.ingest import sources as chunk_sources
+from tasks.ingest import stage
 from tasks.workspace import Workspace
 
 class Log:
