@@ -28,8 +28,6 @@ from tasks.offline_ppo.probe import PolicyProbe, RewardJudge, Speaking, Spoken
 from tasks.offline_ppo.report import (
     GuardEvent,
     PolicyReport,
-    TrainingCourse,
-    policy_report,
     write_policy_report,
 )
 from tasks.offline_ppo.rewards import ComponentScorer, check_components, find_weights
@@ -85,9 +83,9 @@ class Outcome:
             return None
         return compare_pairs(
             _response_pairs(pairs, base, policy),
+            "the reward that it was trained on",
+            Bootstrap(seed=self.speaking.seed),
             self._kl(policy),
-            judge="the reward that it was trained on",
-            bootstrap=Bootstrap(seed=self.speaking.seed),
         )
 
     def _kl(self, policy: Spoken) -> ProbeKL:
@@ -118,13 +116,15 @@ def _response_pairs(pairs: Sequence[Pair], base: Spoken, policy: Spoken) -> list
 def report_of(loop: PPOLoop, held_out: HeldOut) -> PolicyReport:
     """Return the report of a finished run."""
     weights = list(loop.recent_weights)
-    course = TrainingCourse(
+    return PolicyReport(
+        held_out,
         loop.history.read(),
         [GuardEvent.of(event) for event in loop.state.events],
         torch.cat(weights) if weights else None,
         _bounds(loop.cfg),
+        loop.clock.shares(),
+        loop.cfg.seed,
     )
-    return policy_report(course, held_out, facts=loop.clock.shares(), seed=loop.cfg.seed)
 
 
 def _bounds(cfg: OfflinePPOConfig) -> dict[str, float]:
