@@ -6,13 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import torch
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from tasks.ablation.config import BASE, TEACHER, label_of
-from tasks.algorithms.statistics import SeedMean, paired_difference, seed_mean
-from tasks.algorithms.win_rates import win_credit
+from tasks.algorithms.statistics import SeedMean, paired_difference, seed_mean, win_credit
 from tasks.errors import TrainingError
 from tasks.pipeline_config import AblationConfig
 from tasks.report.page import cell, table
@@ -52,7 +50,7 @@ class Measurement(_Record):
     def figures(self, base: Measurement) -> dict[str, float]:
         """Return the figures of a table; the win rate is by reward model, against the base's
         answers to the same prompts, ties half."""
-        credit = win_credit(torch.tensor(self.scores), torch.tensor(base.scores))
+        credit = win_credit(self.scores, base.scores)
         found = {} if self.good_rate is None else {GOOD_RATE: self.good_rate}
         return found | {
             WIN_RATE: float(credit.mean()),

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from tasks.ablation.report import Measurement, Split
+from tasks.algorithms.kl import kl_probe_estimate
 from tasks.algorithms.masking import masked_mean
-from tasks.algorithms.win_rates import kl_probe_estimate
 from tasks.artifacts import (
     PolicyCheckpoint,
     PreferenceDataset,

@@ -1,4 +1,4 @@
-"""Pure algorithms of offline RLHF: small functions of tensors and numbers, on torch only.
+"""Pure algorithms of offline RLHF: small functions of tensors and numbers, on torch and numpy.
 
 Conventions that hold in every module:
 

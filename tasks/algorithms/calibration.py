@@ -6,22 +6,20 @@ that chosen wins. All computations are in fp64.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-import torch
-from torch import Tensor
-from torch.nn.functional import softplus
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy.optimize import brentq
+from scipy.special import expit
 
-from tasks.algorithms.masking import check_count, check_finite, check_in_range, check_rank
-from tasks.errors import DataError
+from tasks.algorithms.statistics import Column, wilson_interval
+from tasks.errors import TrainingError
 
-_Z_95: Final = 1.959963984540054
 # With a temperature this many times the largest margin every confidence is 0.5 to 6 decimals.
 _FLAT: Final = 1e6
-_HALVINGS: Final = 60
+_BINS: Final = 10
 
 FitOutcome = Literal["fitted", "all_right", "not_better_than_chance", "all_tied"]
 
@@ -76,84 +74,55 @@ class Temperature:
     outcome: FitOutcome
 
 
-def wilson_interval(correct: float, n: int, z: float = _Z_95) -> tuple[float, float]:
-    """Return Wilson's score interval of a proportion (1927), 95 % by default.
-
-    With ``p = correct / n``::
-
-        (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
-
-    A tie enters as half a success, so ``correct`` may end in .5. Half credits spread less than the
-    successes and failures that the formula assumes, so with ties the interval is a little too wide.
-
-    Raises:
-        DataError: no trials.
-        ConfigError: ``correct`` is not between 0 and n.
-    """
-    check_count("n", n)
-    check_in_range("correct", correct, 0.0, float(n))
-    p, ratio = correct / n, z * z / n
-    centre = (p + ratio / 2.0) / (1.0 + ratio)
-    half = z * math.sqrt(p * (1.0 - p) / n + ratio / (4.0 * n)) / (1.0 + ratio)
-    return max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half))
-
-
-def pair_accuracy(margins: Tensor) -> Accuracy:
+def pair_accuracy(margins: ArrayLike) -> Accuracy:
     """Return the accuracy of pairs, ties as halves, with Wilson's 95 % interval.
 
     Args:
         margins: ``(P,)``, P at least 1.
     """
-    credit = _credit(_checked(margins))
-    n = int(credit.numel())
-    correct = float(credit.sum())
-    low, high = wilson_interval(correct, n)
-    return Accuracy(correct / n, low, high, int((credit == 0.5).sum()), n)
+    credit = _credit(_finite(margins))
+    n, correct = len(credit), float(credit.sum())
+    return Accuracy(correct / n, *wilson_interval(correct, n), int((credit == 0.5).sum()), n)
 
 
-def pair_log_loss(margins: Tensor, temperature: float = 1.0) -> float:
+def pair_log_loss(margins: ArrayLike, temperature: float = 1.0) -> float:
     """Return the mean of ``-log sigmoid(m / T)`` in nats; log 2 = 0.693 is chance.
 
     Args:
         margins: ``(P,)``, P at least 1.
     """
-    return float(softplus(-_checked(margins) / temperature).mean())
+    return float(np.logaddexp(0.0, -_finite(margins) / temperature).mean())
 
 
-def reliability_bins(
-    margins: Tensor, temperature: float = 1.0, n_bins: int = 10
-) -> list[ReliabilityBin]:
-    """Group pairs by confidence, in bins of equal width from 0.5 to 1; empty bins are left out.
+def reliability_bins(margins: ArrayLike, temperature: float = 1.0) -> list[ReliabilityBin]:
+    """Group pairs by confidence, in ten bins of equal width from 0.5 to 1; empty ones are left out.
 
     Which response is called chosen is known to the reader and not to the model, so the model's
     confidence is that of the side it prefers: ``c = sigmoid(|m| / T)``, at least 0.5. The pair
-    counts as right (1) where ``m > 0``, wrong (0) where ``m < 0`` and half where ``m = 0``. Bin k
-    holds ``0.5 + k w <= c < 0.5 + (k + 1) w`` with ``w = 0.5 / n_bins``; the last holds 1 too.
+    counts as right (1) where ``m > 0``, wrong (0) where ``m < 0`` and half where ``m = 0``; so
+    scikit-learn's `calibration_curve`, which takes right and wrong alone, does not do. Bin k holds
+    ``0.5 + k w <= c < 0.5 + (k + 1) w`` with ``w = 0.05``; the last holds 1 too.
 
     Args:
         margins: ``(P,)``, P at least 1.
     """
-    check_count("n_bins", n_bins)
-    checked = _checked(margins)
-    confidence = torch.sigmoid(checked.abs() / temperature)
-    credit = _credit(checked)
-    edges = [0.5 + 0.5 * k / n_bins for k in range(n_bins + 1)]
-    inner = torch.tensor(edges[1:-1], dtype=torch.float64)
-    place = torch.bucketize(confidence, inner, right=True)
-    bins = []
-    for k in range(n_bins):
-        members = place == k
-        if bool(members.any()):
-            mean_confidence = float(confidence[members].mean())
-            accuracy = float(credit[members].mean())
-            count = int(members.sum())
-            bins.append(ReliabilityBin(edges[k], edges[k + 1], count, mean_confidence, accuracy))
-    return bins
+    checked = _finite(margins)
+    confidence, credit = expit(np.abs(checked) / temperature), _credit(checked)
+    edges = [0.5 + 0.5 * k / _BINS for k in range(_BINS + 1)]
+    place = np.digitize(confidence, edges[1:-1])
+    return [
+        ReliabilityBin(
+            low=edges[k],
+            high=edges[k + 1],
+            count=int((place == k).sum()),
+            confidence=float(confidence[place == k].mean()),
+            accuracy=float(credit[place == k].mean()),
+        )
+        for k in np.unique(place).tolist()
+    ]
 
 
-def expected_calibration_error(
-    margins: Tensor, temperature: float = 1.0, n_bins: int = 10
-) -> float:
+def expected_calibration_error(margins: ArrayLike, temperature: float = 1.0) -> float:
     """Return ``sum_k count_k / P |accuracy_k - confidence_k|`` (Naeini et al. 2015).
 
     The bins are those of `reliability_bins`; 0 is calibrated, 0.5 the worst possible value for
@@ -162,61 +131,55 @@ def expected_calibration_error(
     Args:
         margins: ``(P,)``, P at least 1.
     """
-    bins = reliability_bins(margins, temperature, n_bins)
+    bins = reliability_bins(margins, temperature)
     total = sum(b.count for b in bins)
     return sum(b.count * abs(b.accuracy - b.confidence) for b in bins) / total
 
 
-def fit_temperature(margins: Tensor) -> Temperature:
+def fit_temperature(margins: ArrayLike) -> Temperature:
     """Return the T that minimises the mean of ``-log sigmoid(m / T)`` (Guo et al. 2017).
 
-    The loss is convex in ``b = 1 / T``, and its derivative ``mean(-m sigmoid(-b m))`` rises; its
-    zero is bracketed by doubling and then halved to the precision of fp64. Fit on pairs that the
-    model was not trained on and that it is not reported on.
+    The loss is convex in ``b = 1 / T``, and its derivative ``mean(-m sigmoid(-b m))`` rises. Fit on
+    pairs that the model was not trained on and that it is not reported on.
 
     Args:
         margins: ``(P,)``, P at least 1.
     """
-    checked = _checked(margins)
-    largest = float(checked.abs().max())
+    checked = _finite(margins)
+    largest = float(np.abs(checked).max())
     if largest == 0.0:
         return Temperature(1.0, "all_tied")
-    if float(checked.min()) >= 0.0:
+    if checked.min() >= 0.0:
         return Temperature(1.0, "all_right")
     # In units of the largest margin nothing under- or overflows.
     scaled = checked / largest
 
     def slope(b: float) -> float:
         """Return the derivative of the log loss by the scale b."""
-        return float((-scaled * torch.sigmoid(-b * scaled)).mean())
+        return float((-scaled * expit(-b * scaled)).mean())
 
     if slope(1.0 / _FLAT) >= 0.0:
         return Temperature(_FLAT * largest, "not_better_than_chance")
-    return Temperature(largest / _rising_zero(slope, 1.0 / _FLAT), "fitted")
-
-
-def _rising_zero(slope: Callable[[float], float], start: float) -> float:
-    """Return where a rising function, negative at ``start`` and positive far out, is zero."""
-    low, high = start, 2.0 * start
+    high = 1.0
     while slope(high) < 0.0:
-        low, high = high, 2.0 * high
-    for _ in range(_HALVINGS):
-        middle = 0.5 * (low + high)
-        if slope(middle) < 0.0:
-            low = middle
-        else:
-            high = middle
-    return 0.5 * (low + high)
+        high *= 2.0
+    scale = brentq(slope, 1.0 / _FLAT, high, xtol=1e-300, rtol=1e-15, maxiter=1000)
+    return Temperature(largest / scale, "fitted")
 
 
-def _credit(margins: Tensor) -> Tensor:
+def _credit(margins: Column) -> Column:
     """Return 1 where chosen scores higher, 0 where rejected does, 0.5 at a tie."""
-    return 0.5 + 0.5 * torch.sign(margins)
+    return 0.5 + 0.5 * np.sign(margins)
 
 
-def _checked(margins: Tensor) -> Tensor:
-    check_rank("margins", margins, 1)
-    if margins.numel() == 0:
-        raise DataError("There are no margins", "at least one pair", "give pairs that have scores")
-    check_finite("margins", margins)
-    return margins.detach().double()
+def _finite(margins: ArrayLike) -> Column:
+    checked = np.asarray(margins, np.float64)
+    assert checked.ndim == 1 and len(checked), f"margins of shape {checked.shape}"
+    bad = int((~np.isfinite(checked)).sum())
+    if bad:
+        raise TrainingError(
+            f"{bad} of {len(checked)} margins are not finite",
+            "finite scores",
+            "look at the reward model that gave them",
+        )
+    return checked

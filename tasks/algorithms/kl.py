@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor
 
 from tasks.algorithms.importance import clamp_log_ratio
@@ -19,7 +20,8 @@ from tasks.algorithms.masking import (
     masked_sum,
     sanitize,
 )
-from tasks.errors import ConfigError, TrainingError
+from tasks.algorithms.statistics import ClusteredMean, clustered_mean
+from tasks.errors import ConfigError, DataError, TrainingError
 
 KLKind = Literal["k1", "k2", "k3"]
 KL_ERROR_LIMIT = 0.2
@@ -146,3 +148,50 @@ class AdaptiveKLController:
             )
         error = min(max(observed / self.target - 1.0, -KL_ERROR_LIMIT), KL_ERROR_LIMIT)
         return replace(self, coef=self.coef * (1.0 + error * n / self.horizon))
+
+
+@dataclass(frozen=True)
+class ProbeKL:
+    """KL from the policy to the base, from responses that the policy sampled.
+
+    Attributes:
+        k1, k3: nats per token, clustered by response; both estimate the same number.
+        per_response: k1 summed over a response, in nats.
+    """
+
+    k1: ClusteredMean
+    k3: ClusteredMean
+    per_response: ClusteredMean
+
+
+def kl_probe_estimate(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> ProbeKL:
+    """Estimate ``KL(policy || base)`` per token from responses that the policy itself sampled.
+
+    The means of k1 and of k3 over tokens, see `kl_per_token`. Both are unbiased only for tokens
+    sampled from the whole distribution of the policy (temperature 1, top_p 1), and the base's own
+    responses do not do.
+
+    Args:
+        logprobs, base_logprobs: ``(B, T)`` in nats.
+        mask: ``(B, T)`` bool, True = a real response token; rows without any are left out.
+
+    Raises:
+        DataError: no token.
+        TrainingError: a log-probability that is not finite.
+    """
+    if not bool(mask.any()):
+        raise DataError("The probe has no response token", "one at least", "sample responses first")
+    kept = mask.any(dim=-1)
+    ours, theirs, real = (values.detach()[kept].cpu() for values in (logprobs, base_logprobs, mask))
+    if not bool(torch.isfinite(ours[real] - theirs[real]).all()):
+        raise TrainingError(
+            "The probe's log-probabilities are not finite", "finite numbers", "check the models"
+        )
+    responses = real.nonzero()[:, 0].numpy()
+    k1 = kl_per_token(ours, theirs, real, kind="k1").double()
+    k3 = kl_per_token(ours, theirs, real, kind="k3").double()
+    return ProbeKL(
+        k1=clustered_mean(k1[real].numpy(), responses),
+        k3=clustered_mean(k3[real].numpy(), responses),
+        per_response=clustered_mean(k1.sum(dim=1).numpy()),
+    )

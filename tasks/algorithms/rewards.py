@@ -25,6 +25,7 @@ from tasks.algorithms.masking import (
     last_token_index,
     sanitize,
 )
+from tasks.algorithms.statistics import Column
 from tasks.errors import ConfigError, RewardError
 
 ScoreMode = Literal["standardize", "unit_range", "raw", "binary"]
@@ -215,7 +216,7 @@ def judge_weights(components: Mapping[str, Tensor], weights: Mapping[str, float]
         weights: by the same names.
     """
     rewards = combine_components(components, weights)
-    margins = rewards[0::2] - rewards[1::2]
+    margins = (rewards[0::2] - rewards[1::2]).double().numpy()
     return WeightTrial(
         dict(weights),
         _least_log_loss(margins),
@@ -223,11 +224,11 @@ def judge_weights(components: Mapping[str, Tensor], weights: Mapping[str, float]
     )
 
 
-def _least_log_loss(margins: Tensor) -> float:
+def _least_log_loss(margins: Column) -> float:
     temperature = fit_temperature(margins)
     if temperature.outcome == "all_right":
         # The loss falls for ever as the temperature does, to log 2 for each tie and 0 for the rest.
-        return log(2.0) * float((margins == 0).float().mean())
+        return log(2.0) * float((margins == 0).mean())
     return pair_log_loss(margins, temperature.value)
 
 

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.algorithms.win_rates import Bootstrap, ClusteredMean, PlainWinRate, clustered_mean
+from tasks.algorithms.statistics import Bootstrap, ClusteredMean, PlainWinRate, clustered_mean
 from tasks.artifacts import Manifest, ParentRef, RewardModelCheckpoint, read_manifest, standing_path
 from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Pair
@@ -372,12 +373,10 @@ class StudentOutcome:
             TEACHER_IDS: labels[TEACHER_IDS],
         }
         found = self.session.read_tokens(STUDENT, rows, AgreementReader(vocabulary), columns)
-        response = torch.arange(len(rows)).repeat_interleave(
-            torch.tensor([len(row.response_ids) for row in rows])
-        )
-        kl = torch.cat(found["kl"])[:, 0]
+        response = np.repeat(np.arange(len(rows)), [len(row.response_ids) for row in rows])
+        kl = clustered_mean(torch.cat(found["kl"])[:, 0].numpy(), response)
         same = torch.cat(found["same_top"])
-        return Agreement(clustered_mean(kl, response), k, k == vocabulary, float(same.mean()))
+        return Agreement(kl, k, k == vocabulary, float(same.mean()))
 
     def _figures(self, name: str, spoken: _Spoken, perplexity: float) -> ModelFigures:
         return ModelFigures(

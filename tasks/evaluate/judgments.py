@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 
 from tasks.algorithms.statistics import (
     Agreement,
-    Interval,
+    Estimate,
     agreement,
     clustered_interval,
     paired_interval,
@@ -447,7 +447,7 @@ class ModelScore:
     model: str
     judge: str
     turns: Mapping[int, float]
-    mean: Interval | None
+    mean: Estimate | None
     valid: int
     failed: int
     categories: Mapping[str, float | None]
@@ -486,7 +486,7 @@ class Difference:
     model: str
     baseline: str
     judge: str
-    difference: Interval
+    difference: Estimate
     n: int
 
     def as_json(self) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tasks.algorithms.calibration import wilson_interval
 from tasks.algorithms.data_filters import missing_end_penalty
 from tasks.algorithms.kl import kl_per_token
 from tasks.algorithms.masking import masked_mean
+from tasks.algorithms.statistics import wilson_interval
 from tasks.data.hh import Pair
 from tasks.data.rendering import Renderer
 from tasks.offline_ppo.reward_process import Judged

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 from torch import Tensor
 
 from tasks.algorithms.importance import effective_sample_size
-from tasks.algorithms.win_rates import (
+from tasks.algorithms.statistics import (
     ClusteredMean,
     Interval,
     LengthControlledWinRate,

@@ -13,7 +13,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
-from tasks.algorithms.win_rates import Bootstrap, ProbeKL, kl_probe_estimate
+from tasks.algorithms.kl import ProbeKL, kl_probe_estimate
+from tasks.algorithms.statistics import Bootstrap
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
 from tasks.context import StageContext
 from tasks.data.columns import TokenColumns, write_token_columns

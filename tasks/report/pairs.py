@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
-import torch
-from torch import Tensor
 
-from tasks.algorithms.win_rates import (
+from tasks.algorithms.kl import ProbeKL
+from tasks.algorithms.statistics import (
     Bootstrap,
     PlainWinRate,
     PolicyComparison,
-    ProbeKL,
     Side,
     compare_policies,
     plain_win_rate,
@@ -54,10 +53,11 @@ def compare_pairs(
         DataError: no pairs.
         TrainingError: a score that is not finite.
     """
-    ours = Side(*_columns([(pair.policy_score, pair.policy_tokens) for pair in pairs]))
-    theirs = Side(*_columns([(pair.base_score, pair.base_tokens) for pair in pairs]))
-    prompts = _prompt_index(pairs)
-    compared = compare_policies(ours, theirs, prompts, bootstrap=bootstrap)
+    ours = _side([(pair.policy_score, pair.policy_tokens) for pair in pairs])
+    theirs = _side([(pair.base_score, pair.base_tokens) for pair in pairs])
+    index: dict[str, int] = {}
+    prompts = np.array([index.setdefault(pair.prompt_id, len(index)) for pair in pairs])
+    compared = compare_policies(ours, theirs, prompts, bootstrap)
     credit = win_credit(ours.scores, theirs.scores)
     places: dict[str, list[int]] = {}
     for place, pair in enumerate(pairs):
@@ -70,16 +70,9 @@ def compare_pairs(
     return HeldOut(pairs, judge, compared, subsets, kl)
 
 
-def _columns(rows: Sequence[tuple[float, int]]) -> tuple[Tensor, Tensor]:
-    scores, lengths = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2).unbind(dim=1)
-    return scores, lengths
-
-
-def _prompt_index(pairs: Sequence[ResponsePair]) -> Tensor:
-    index: dict[str, int] = {}
-    return torch.tensor(
-        [index.setdefault(pair.prompt_id, len(index)) for pair in pairs], dtype=torch.long
-    )
+def _side(rows: Sequence[tuple[float, int]]) -> Side:
+    scores, lengths = np.array(rows, np.float64).reshape(-1, 2).T
+    return Side(scores, lengths)
 
 
 _ROWS_PER_GROUP: Final = 10_000

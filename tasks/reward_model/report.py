@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from tasks.algorithms.calibration import (
@@ -20,13 +20,14 @@ from tasks.algorithms.calibration import (
     pair_log_loss,
     reliability_bins,
 )
+from tasks.algorithms.statistics import Column
 from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
 from tasks.report import plots
 from tasks.report.page import cell, example, interval, join, table, write_report
 
-_QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
+_QUANTILES: Final = {"p05": 0.05, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95}
 _ACCURACY_BINS: Final = 5
 _WORST_PAIRS: Final = 20
 
@@ -254,16 +255,16 @@ def reward_report(validation: Sequence[ScoredPair], test: Sequence[ScoredPair]) 
     )
 
 
-def margins_of(pairs: Sequence[ScoredPair]) -> Tensor:
+def margins_of(pairs: Sequence[ScoredPair]) -> Column:
     """Return the (P,) margins in fp64."""
-    return _column([pair.margin for pair in pairs])
+    return np.array([pair.margin for pair in pairs], np.float64)
 
 
 def summarize_pairs(pairs: Sequence[ScoredPair], temperature: float) -> PairSummary:
     """Return the figures of some pairs, at least one."""
     margins = margins_of(pairs)
     accuracy = pair_accuracy(margins)
-    extra = _column([float(pair.extra_tokens) for pair in pairs])
+    extra = np.array([pair.extra_tokens for pair in pairs], np.float64)
     longer = pair_accuracy(extra).value
     apart = [pair.disagreement for pair in pairs if pair.disagreement is not None]
     complete = len(apart) == len(pairs)
@@ -281,14 +282,14 @@ def summarize_pairs(pairs: Sequence[ScoredPair], temperature: float) -> PairSumm
         shorter_wins=1.0 - longer,
         chosen=_distribution([pair.chosen_score for pair in pairs]),
         rejected=_distribution([pair.rejected_score for pair in pairs]),
-        margin=_distribution(margins.tolist()),
-        by_margin=accuracy_bins(margins.abs(), margins),
+        margin=_distribution(margins),
+        by_margin=accuracy_bins(np.abs(margins), margins),
         by_length_difference=accuracy_bins(extra, margins),
-        by_disagreement=accuracy_bins(_column(apart), margins) if complete else [],
+        by_disagreement=accuracy_bins(np.array(apart), margins) if complete else [],
     )
 
 
-def accuracy_bins(values: Tensor, margins: Tensor) -> list[AccuracyBin]:
+def accuracy_bins(values: Column, margins: Column) -> list[AccuracyBin]:
     """Return the accuracy of pairs by a quantity, in up to five bins of about equal size.
 
     Pairs of equal quantity are never torn apart, so there may be fewer bins.
@@ -297,40 +298,27 @@ def accuracy_bins(values: Tensor, margins: Tensor) -> list[AccuracyBin]:
         values: ``(P,)``, the quantity.
         margins: ``(P,)``.
     """
-    ordered = values.double().sort().values
+    ordered = np.sort(values)
     cuts = [ordered[len(ordered) * k // _ACCURACY_BINS] for k in range(1, _ACCURACY_BINS)]
-    place = torch.bucketize(values.double(), torch.stack(cuts), right=True)
+    place = np.digitize(values, cuts)
     bins = []
-    for k in sorted(set(place.tolist())):
-        members = values[place == k].double()
+    for k in np.unique(place):
+        members = values[place == k]
         found = pair_accuracy(margins[place == k])
         low, high, mean = float(members.min()), float(members.max()), float(members.mean())
         bins.append(AccuracyBin(low, high, found.n, mean, found.value, found.low, found.high))
     return bins
 
 
-def _column(values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _distribution(values: Sequence[float]) -> Distribution:
-    column = _column(values)
-    ordered = column.sort().values.tolist()
+def _distribution(values: Sequence[float] | Column) -> Distribution:
+    column = np.asarray(values, np.float64)
     return Distribution(
         mean=float(column.mean()),
-        std=float(column.std()) if len(values) > 1 else 0.0,
-        minimum=ordered[0],
-        maximum=ordered[-1],
-        quantiles={f"p{round(100 * q):02d}": _quantile(ordered, q) for q in _QUANTILES},
+        std=float(column.std(ddof=1)) if len(column) > 1 else 0.0,
+        minimum=float(column.min()),
+        maximum=float(column.max()),
+        quantiles={name: float(np.quantile(column, q)) for name, q in _QUANTILES.items()},
     )
-
-
-def _quantile(ordered: Sequence[float], q: float) -> float:
-    # torch.quantile refuses more than 16 million values.
-    position = q * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def write_reward_report(report: RewardReport, directory: Path) -> list[Path]:

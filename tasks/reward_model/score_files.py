@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from tasks.algorithms.calibration import Accuracy, pair_accuracy
 from tasks.artifacts import appearing
@@ -484,7 +484,7 @@ class ScoreTally:
 
     def accuracy(self) -> Accuracy | None:
         """Return the accuracy of all pairs, None without any."""
-        return _accuracy([margin for _, margin in self.margins]) if self.margins else None
+        return pair_accuracy([margin for _, margin in self.margins]) if self.margins else None
 
     def subsets(self) -> dict[str, Accuracy]:
         """Return the accuracy of each subset that rows name, in the order of the file."""
@@ -492,14 +492,14 @@ class ScoreTally:
         for subset, margin in self.margins:
             if subset is not None:
                 grouped.setdefault(subset, []).append(margin)
-        return {name: _accuracy(margins) for name, margins in grouped.items()}
+        return {name: pair_accuracy(margins) for name, margins in grouped.items()}
 
     def score_spread(self) -> tuple[float, float] | None:
         """Return mean and standard deviation of the responses' scores, None without any."""
         if not self.scores:
             return None
-        column = torch.tensor(self.scores, dtype=torch.float64)
-        return float(column.mean()), float(column.std()) if len(self.scores) > 1 else 0.0
+        spread = float(np.std(self.scores, ddof=1)) if len(self.scores) > 1 else 0.0
+        return float(np.mean(self.scores)), spread
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -538,7 +538,3 @@ def rewardbench_sections(subsets: Mapping[str, Accuracy]) -> dict[str, float]:
     if len(found) == len(_SECTIONS):
         found["Overall"] = sum(found.values()) / len(_SECTIONS)
     return found
-
-
-def _accuracy(margins: list[float]) -> Accuracy:
-    return pair_accuracy(torch.tensor(margins, dtype=torch.float64))

@@ -206,7 +206,7 @@ def _statistics(scores: Tensor, name: str) -> tuple[float, float]:
 
 
 def _accuracy(scores: Tensor) -> float:
-    return pair_accuracy(scores[0::2] - scores[1::2]).value
+    return pair_accuracy((scores[0::2] - scores[1::2]).numpy()).value
 
 
 def _fill(

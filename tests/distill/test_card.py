@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from tasks.algorithms.win_rates import Bootstrap, clustered_mean
+from tasks.algorithms.statistics import Bootstrap, clustered_mean
 from tasks.artifacts import ParentRef, read_manifest
 from tasks.distill.config import ModelCardConfig
 from tasks.distill.report import (
@@ -118,7 +118,7 @@ def test_report_by_hand(tmp_path: Path) -> None:
         name: ModelFigures(1000, 2**20, [s[0] for s in scores], 4.0, 2.0, 16, 3.5)
         for name in (STUDENT, TEACHER, BASE)
     }
-    agreement = Agreement(clustered_mean(torch.tensor([0.1, 0.3])), 64, False, 0.75)
+    agreement = Agreement(clustered_mean([0.1, 0.3]), 64, False, 0.75)
     history = [(5, {"kl": 0.4, "hard": 2.0}), (10, {"kl": 0.2, "hard": 1.5})]
     report = StudentReport(
         figures, agreement, {BASE: held_out, TEACHER: held_out}, 100, 2**18, history

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,8 +118,8 @@ def test_known_accuracy_and_loss(shared_cases: SharedCases) -> None:
 
 def test_bins_of_equal_size() -> None:
     # 10 values, 5 bins of 2; the pairs of the two lowest values are wrong.
-    values = torch.arange(10.0)
-    margins = torch.tensor([-1.0] * 2 + [1.0] * 8)
+    values = np.arange(10.0)
+    margins = np.array([-1.0] * 2 + [1.0] * 8)
     found = [(b.low, b.high, b.n, b.mean, b.accuracy) for b in accuracy_bins(values, margins)]
     assert found[0] == (0.0, 1.0, 2, 0.5, 0.0)
     assert found[-1] == (8.0, 9.0, 2, 8.5, 1.0)
@@ -127,8 +128,8 @@ def test_bins_of_equal_size() -> None:
 
 def test_equal_values_stay_in_one_bin() -> None:
     # The cuts are at the sorted values 1, 3, 4 and 6, which are 0, 0, 0 and 1.
-    values = torch.tensor([0.0, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
-    bins = accuracy_bins(values, torch.ones(8))
+    values = np.array([0.0, 2.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0])
+    bins = accuracy_bins(values, np.ones(8))
     assert [(b.low, b.high, b.n) for b in bins] == [(0.0, 0.0, 6), (1.0, 2.0, 2)]
 
 
