@@ -414,12 +414,12 @@ def plain_win_rate(credit: Column, prompts: ArrayLike, bootstrap: Bootstrap) -> 
     """
     clusters = _cluster_index(prompts, len(credit))
     n, won = len(credit), float(credit.sum())
+    totals = np.bincount(clusters, credit).astype(np.float64)
     counts = np.bincount(clusters).astype(np.float64)
-    drawn = bootstrap.draw(len(counts))
     return PlainWinRate(
         value=won / n,
         wilson=wilson_interval(won, n),
-        bootstrap=_mean_interval(np.bincount(clusters, weights=credit), counts, drawn),
+        bootstrap=_mean_interval(totals, counts, bootstrap.draw(len(counts))),
         n_wins=int((credit == 1.0).sum()),
         n_ties=int((credit == 0.5).sum()),
         n_losses=int((credit == 0.0).sum()),
