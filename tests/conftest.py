@@ -105,7 +105,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow_db: 
 @pytest.fixture
 def tracker(workspace: Any) -> Any:
     """The workspace's own MLflow database."""
-    from tasks.pipeline_config import TrackingConfig
+    from tasks.config.shared import TrackingConfig
     from tasks.tracking.mlflow import connect
 
     return connect(TrackingConfig(), workspace)
@@ -329,16 +329,16 @@ def ingest_context(tmp_path: Path) -> Callable[[], Any]:
 @pytest.fixture
 def ingest(ingest_context: Callable[[], Any]) -> Callable[..., Any]:
     """A function that ingests a file, or whatever the config names, and returns the dataset."""
-    from tasks.data.source import InputFile, find_files, source_configs
+    from tasks.data.source import InputFile, find_files
+    from tasks.ingest.config import IngestConfig
     from tasks.ingest.stage import ingest_pairs
-    from tasks.pipeline_config import IngestConfig
 
     def run(file: Path | None = None, **settings_: Any) -> Any:
         cfg = IngestConfig(**settings_)
         if file is not None:
             files = [InputFile(str(file), file.name, "demo", "demo", cfg.format)]
         else:
-            files = [found for named in source_configs(cfg) for found in find_files(named)]
+            files = [found for named in cfg.all_sources for found in find_files(named)]
         return ingest_pairs(ingest_context(), cfg, files)
 
     return run

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.artifacts import PreferenceDataset
+from tasks.config.shared import TrackingConfig
 from tasks.data.export import export_dataset
-from tasks.pipeline_config import TrackingConfig
 from tasks.tracking.lineage import resolve_reference
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace

@@ -15,7 +15,7 @@ from flows.cli.shared import FAILURE as _FAILURE
 from flows.cli.shared import AsJson, Debug, Experiment, TrackingUri, terminal
 from flows.cli.shared import reported as _reported
 from tasks.config.loading import find_config, load_config, parse_stage
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.workspace import DISTRIBUTION, HOME_VARIABLE, Workspace, bypass_proxies, package_versions
 
 app = typer.Typer(

@@ -34,8 +34,9 @@ from tasks.artifacts import (
     standing_path,
 )
 from tasks.config.messages import problems_of
+from tasks.config.shared import STAGES, Stage, StageConfig, TrackingConfig
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage, StageConfig, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.tracking.comparison import find_run
 from tasks.tracking.lineage import recorded_manifest
 from tasks.tracking.mlflow import PIPELINE, REPRODUCTIONS, RunRecord, Tracker, connect

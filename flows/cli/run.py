@@ -22,8 +22,9 @@ from flows.services.prefect_server import (
     start_prefect_api,
     termination_as_interrupt,
 )
+from tasks.config.shared import STAGES, Stage, TrackingConfig
 from tasks.errors import ConfigError, RlhfError, without_credentials
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
 if TYPE_CHECKING:

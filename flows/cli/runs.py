@@ -20,8 +20,8 @@ from rich.text import Text
 
 from flows.cli.shared import FAILURE as _FAILURE
 from flows.cli.shared import AsJson, Debug, Experiment, TrackingUri, terminal
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import ConfigError, WorkspaceError
-from tasks.pipeline_config import STAGES, TrackingConfig
 from tasks.workspace import Workspace
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from flows.services.prefect_server import prepare_environment, termination_as_in
 from tasks.artifacts import RewardModelCheckpoint
 from tasks.config.loading import NOT_YAML, merge
 from tasks.config.messages import message_of
-from tasks.config.shared import check_budget
+from tasks.config.shared import RenderingConfig, RuntimeConfig, TrackingConfig, check_budget
 from tasks.errors import ConfigError, DataError
-from tasks.pipeline_config import RenderingConfig, RuntimeConfig, TrackingConfig
 from tasks.reward_model.score_files import (
     ERROR_FIELD,
     Added,

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tasks.config.messages import kind_of, message_of, shown
+from tasks.config.shared import STAGES, Stage
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage
+from tasks.pipeline_config import PipelineConfig
 
 # The parser checks no values: a date that is none, and a tag with the wrong value, end in others.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)

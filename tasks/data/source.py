@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.artifacts import file_sha256
+from tasks.config.shared import UNNAMED, SourceConfig
 from tasks.data.hub import is_hub_id
 from tasks.errors import DataError, MissingInputError
-from tasks.pipeline_config import IngestConfig, SourceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,6 @@ def _check_line(path: Path, number: int, line: bytes) -> None:
 # Which files a source is: one, those of a glob or a directory, or a data set of the hub.
 
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-UNNAMED: Final = "source"
 _SPLIT_NAMES: Final = {
     "train": "train",
     "test": "test",
@@ -219,13 +218,6 @@ _SOURCE_FIX: Final = (
     "give a file, a glob in quotes, a directory, or a hub data set as owner/name, for instance "
     "with -o ingest.source=..."
 )
-
-
-def source_configs(cfg: IngestConfig) -> tuple[SourceConfig, ...]:
-    """Return the sources; a single one is named after its subset."""
-    if cfg.sources:
-        return cfg.sources
-    return (SourceConfig(name=UNNAMED, path=cfg.source, format=cfg.format),)
 
 
 def find_files(source: SourceConfig) -> list[InputFile]:

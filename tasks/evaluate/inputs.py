@@ -8,6 +8,7 @@ from pathlib import Path
 from tasks.context import StageContext
 from tasks.data.history import LineStore
 from tasks.evaluate.answers import Answered, Heard, Said
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
 from tasks.evaluate.judges import EndpointJudge, Judge, LocalJudge, LocalModel, Sampling
 from tasks.evaluate.questions import (
@@ -18,7 +19,6 @@ from tasks.evaluate.questions import (
     read_references,
     with_references,
 )
-from tasks.pipeline_config import EvaluateConfig
 
 
 def evaluation_questions(ctx: StageContext, cfg: EvaluateConfig) -> list[Question]:

@@ -32,12 +32,13 @@ from tasks.algorithms.reward_losses import (
     split_interleaved,
 )
 from tasks.algorithms.samplers import GroupSampler, LengthGroupedSampler
+from tasks.config.shared import OptimizerConfig
 from tasks.context import RunLog
 from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
 from tasks.models.loading import merge_reward_adapter, write_reward_model
-from tasks.pipeline_config import OptimizerConfig, RewardModelConfig
+from tasks.reward_model.config import RewardModelConfig
 from tasks.runtime.rows import Batch, RoleSpec, Row, response_rows
 from tasks.runtime.session import Session
 from tasks.runtime.supervised import CheckpointStore, SupervisedRun, count_steps, train_supervised

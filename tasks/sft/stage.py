@@ -13,14 +13,15 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset
+from tasks.config.shared import TinyModelConfig
 from tasks.context import StageContext
 from tasks.data.pairs import iter_pairs, read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.models.tiny import TinySpec, build_tiny_model
-from tasks.pipeline_config import SftConfig, TinyModelConfig
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import Session, open_session
 from tasks.runtime.supervised import CheckpointStore, SupervisedRun, count_steps, train_supervised
+from tasks.sft.config import SftConfig
 
 ROLE = "actor"
 

@@ -13,8 +13,8 @@ from jinja2 import Environment
 from pydantic import BaseModel
 
 from tasks.artifacts import read_manifest
+from tasks.config.shared import STAGES
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES
 from tasks.report.page import plain
 from tasks.tracking.lineage import LATEST, named_run, upstreams_of
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker

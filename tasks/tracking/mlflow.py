@@ -37,6 +37,7 @@ from mlflow.entities import (
 from mlflow.exceptions import MlflowException
 
 from tasks.artifacts import Artifact
+from tasks.config.shared import TrackingConfig
 from tasks.errors import (
     ClusterError,
     ConfigError,
@@ -48,7 +49,6 @@ from tasks.errors import (
     redact_tag,
     without_credentials,
 )
-from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import Workspace, bypass_proxies
 
 # The MLflow client: its environment, its addresses, its errors in the project's words.

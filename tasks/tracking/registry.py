@@ -18,9 +18,8 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from tasks.artifacts import Artifact, Manifest
-from tasks.data.gate import BASELINE, GATED
+from tasks.config.shared import PromotionConfig
 from tasks.errors import MissingInputError, PromotionError, redact, redact_tag
-from tasks.pipeline_config import PromotionConfig
 from tasks.tracking.mlflow import Tracker, client_of, known_or_none, quoted, translated
 
 CANDIDATE: Final = "candidate"
@@ -383,7 +382,7 @@ def evaluation_of(
     """
     gate = report.get("gate") or {"verdict": None, "checks": []}
     metrics = manifest.metrics
-    names = {SCORE: f"{GATED}_{SCORE}", **{rate: f"{GATED}_{rate}" for rate in _RATES}}
+    names = {SCORE: f"student_{SCORE}", **{rate: f"student_{rate}" for rate in _RATES}}
     figures = {name: metrics[key] for name, key in names.items() if key in metrics}
     if accuracy is not None:
         figures[ACCURACY] = accuracy
@@ -416,8 +415,8 @@ def _yardstick(name: str, manifest: Manifest) -> str:
     by = scorer if judge == "reward_model" else f"{judge}{parents.get('judge_model', '')}"
     return {
         SCORE: f"judge {by}, questions {asked}",
-        "judged_win_rate": f"judge {by}, questions {asked}, {BASELINE} {base}",
-        "win_rate_against_base": f"reward model {scorer}, data {data}, {BASELINE} {base}",
+        "judged_win_rate": f"judge {by}, questions {asked}, base {base}",
+        "win_rate_against_base": f"reward model {scorer}, data {data}, base {base}",
         "harmlessness_rate": f"reward model {scorer}, data {data}",
         ACCURACY: f"data {data}",
     }[name]

@@ -21,12 +21,14 @@ from flows.sft import sft
 from flows.stages import RunOptions
 from tasks.artifacts import StudentAdapter, load_artifact
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import ModelConfig
+from tasks.distill.config import DistillConfig
 from tasks.distill.student import check_findings, checked_rows
 from tasks.errors import ConfigError, DataError, ModelError, RendererMismatchError
 from tasks.models.loading import load_causal_lm, load_student, merge_adapter, response_logprobs
 from tasks.models.tiny import TinySpec, build_tiny_model
-from tasks.pipeline_config import DistillConfig, ModelConfig, SftConfig
 from tasks.runtime.rows import Row
+from tasks.sft.config import SftConfig
 
 CHAIN = load_config(Path(__file__).parents[1] / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)

@@ -18,8 +18,8 @@ from flows.evaluate import evaluate
 from tasks.artifacts import EvalReport, PolicyCheckpoint, load_artifact
 from tasks.config.loading import load_config, merge
 from tasks.errors import ClusterError, ConfigError, DataError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import ModelAnswer, write_answers
-from tasks.pipeline_config import EvaluateConfig
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from flows.cli.runs import CompareRequest, _write, comparison_json, run_compare
+from tasks.config.shared import TrackingConfig
 from tasks.errors import WorkspaceError
-from tasks.pipeline_config import TrackingConfig
 from tasks.tracking.comparison import compare_runs, render_comparison
 from tasks.tracking.mlflow import MetricPoint, Tracker, connect
 from tasks.workspace import Workspace

@@ -14,8 +14,8 @@ from mlflow import MlflowClient
 
 from flows.stages import RunOptions
 from tasks.artifacts import read_manifest
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.context import StageContext
-from tasks.pipeline_config import STAGES, TrackingConfig
 from tasks.tracking.mlflow import PIPELINE, Tracker, member_tag
 from tasks.tracking.registry import CANDIDATE, Registry
 from tasks.tracking.run_log import ProgressDisplay, StageLog, machine_watched

@@ -19,8 +19,9 @@ from flows.cli.main import app
 from flows.cli.reproduce import ReproduceRequest, reproduce
 from flows.ingest import ingest
 from tasks.artifacts import MANIFEST_NAME, PolicyCheckpoint, load_artifact, read_manifest
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.pipeline_config import STAGES, DemoWorldConfig, IngestConfig, TrackingConfig
+from tasks.ingest.config import DemoWorldConfig, IngestConfig
 from tasks.tracking.mlflow import PIPELINE, Tracker
 from tasks.workspace import Workspace
 

@@ -20,12 +20,12 @@ from flows.cli.score import Scored, ScoreRequest, overridden, print_scored, scor
 from flows.stages import RunOptions
 from tasks.artifacts import PreferenceDataset, RewardModelCheckpoint, load_artifact
 from tasks.config.loading import load_config
+from tasks.config.shared import RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
 from tasks.models.loading import load_reward_model
-from tasks.pipeline_config import RuntimeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAIN = load_config(ROOT / "tests" / "small_chain.yaml")

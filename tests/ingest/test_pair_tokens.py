@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.artifacts import PreferenceDataset
+from tasks.config.shared import RenderingConfig
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import RendererMismatchError
 from tasks.ingest.parser import read_token_ids
-from tasks.pipeline_config import RenderingConfig
 
 Ingest = Callable[..., PreferenceDataset]
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 12}

@@ -25,10 +25,10 @@ from tasks.errors import ClusterError, DataError, RlhfError
 from tasks.ingest import chunks as chunk_jobs
 from tasks.ingest import sources as chunk_sources
 from tasks.ingest.chunks import ChunkResult, ParseJob, ParseOptions, Span
+from tasks.ingest.config import IngestConfig
 from tasks.ingest.dataset import Assembly, DecisionFile, KeyFiles, Place, find_repeated
 from tasks.ingest.parser import ChunkParser
 from tasks.ingest.pool import parse_chunks
-from tasks.pipeline_config import IngestConfig
 
 Ingest = Callable[..., PreferenceDataset]
 H, A = "\n\nHuman: ", "\n\nAssistant: "

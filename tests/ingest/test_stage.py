@@ -19,8 +19,8 @@ from tasks.artifacts import PreferenceDataset
 from tasks.data.pairs import SPLITS, iter_pairs, read_pairs, split_of
 from tasks.data.source import InputFile
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
+from tasks.ingest.config import IngestConfig
 from tasks.ingest.stage import ingest_pairs, ingest_pairs_task
-from tasks.pipeline_config import IngestConfig
 
 Ingest = Callable[..., PreferenceDataset]
 MakeContext = Callable[[], Any]

@@ -21,6 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flows.cli.doctor import package_model
+from tasks.config.shared import ModelConfig
 from tasks.data.rendering import Renderer, load_tokenizer
 from tasks.errors import ConfigError, ModelError
 from tasks.models import packages
@@ -28,7 +29,6 @@ from tasks.models.loading import load_causal_lm
 from tasks.models.packages import PACKAGES, PackagedModel, converted_dir, load_package
 from tasks.models.sources import ResolvedModel, resolve_model
 from tasks.models.tiny import END_OF_TURN, PAD, TinySpec
-from tasks.pipeline_config import ModelConfig
 from tasks.workspace import Workspace
 
 SMOLLM = "package:smollm2-135m"
@@ -367,7 +367,7 @@ def test_smollm2_answers_and_stops(smollm: ResolvedModel) -> None:
 
 @pytest.mark.slow
 def test_smollm2_renders_single_digits(smollm: ResolvedModel) -> None:
-    from tasks.pipeline_config import RenderingConfig
+    from tasks.config.shared import RenderingConfig
 
     renderer = Renderer.load(smollm.path, RenderingConfig())
     ids, _ = renderer.response_ids("It was 1989  12")

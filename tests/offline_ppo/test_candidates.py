@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.columns import read_chunk
 from tasks.data.hh import Message
 from tasks.data.rendering import Renderer
@@ -28,7 +29,6 @@ from tasks.offline_ppo.candidates import (
     merge_candidates,
 )
 from tasks.offline_ppo.config import CandidatesConfig
-from tasks.pipeline_config import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import EndTokens
 from tasks.runtime.rows import Row
 

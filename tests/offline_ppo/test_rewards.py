@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tasks.config.shared import RuntimeConfig
 from tasks.data.hh import Message, Pair
 from tasks.errors import MissingInputError, RewardError
+from tasks.offline_ppo.config import RewardConfig
 from tasks.offline_ppo.rewards import (
     both_sides,
     function_scores,
@@ -20,7 +22,6 @@ from tasks.offline_ppo.rewards import (
     normalize_component,
     rewards_of,
 )
-from tasks.pipeline_config import RewardConfig, RuntimeConfig
 
 GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 3.0, 5.0, 23.0])

@@ -21,6 +21,7 @@ from tasks.artifacts import (
     load_artifact,
 )
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import TrackingConfig
 from tasks.data.columns import TokenColumns, read_token_columns
 from tasks.data.hh import Pair
 from tasks.data.pairs import SPLITS, read_pairs
@@ -34,7 +35,7 @@ from tasks.errors import (
     TrainingError,
 )
 from tasks.models.loading import load_causal_lm, response_logprobs
-from tasks.pipeline_config import OfflinePPOConfig, TrackingConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 
