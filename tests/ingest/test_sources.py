@@ -61,7 +61,7 @@ def kept(dataset: PreferenceDataset) -> list[dict[str, Any]]:
 
 
 def left_out(dataset: PreferenceDataset) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(dataset.quarantine_path).to_pylist()
+    found: list[dict[str, Any]] = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     return found
 
 
