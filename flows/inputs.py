@@ -116,7 +116,7 @@ def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
 
 def demo_questions(workspace: Workspace) -> Path:
     """Write the demo world's questions, the same bytes every time, and return their file."""
-    from tasks.demo.questions import write_questions
+    from tasks.demo.world import write_questions
 
     return Path(write_questions(workspace.cache_dir / "demo-questions.jsonl"))
 

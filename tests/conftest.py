@@ -219,13 +219,14 @@ def make_artifact(workspace: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model of one small layer."""
+    from tasks.config.shared import TinyModelConfig
     from tasks.demo.oracle import parse_transcript
     from tasks.demo.world import generate_pairs
-    from tasks.models.tiny import TinySpec, build_tiny_model
+    from tasks.models.tiny import build_tiny_model
 
     rows = generate_pairs(60, seed=0)
     texts = [turn["content"] for row in rows for turn in parse_transcript(row["chosen"])]
-    spec = TinySpec(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
+    spec = TinyModelConfig(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
     return build_tiny_model(tmp_path_factory.mktemp("workers") / "tiny", texts, spec, seed=1)
 
 

@@ -24,7 +24,7 @@ from tasks.evaluate.questions import (
 def evaluation_questions(ctx: StageContext, cfg: EvaluateConfig) -> list[Question]:
     """Return the questions, with a separate file's references where they have none."""
     if cfg.questions == "demo":
-        from tasks.demo.questions import write_questions
+        from tasks.demo.world import write_questions
 
         path = Path(write_questions(ctx.workspace.cache_dir / "demo-questions.jsonl"))
     else:

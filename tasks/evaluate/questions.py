@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from tasks.artifacts import appearing
 from tasks.data.hub import resolve_revision, stream_rows
 from tasks.data.source import read_lines
 from tasks.errors import DataError
@@ -372,9 +373,8 @@ def download_questions(name: str, cache_dir: Path) -> Path:
         rows = stream_rows({"path": name, "revision": commit, "split": "train"})
         questions = list(questions_of(name, rows))
         cache_dir.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        write_questions(unfinished, questions)
-        unfinished.replace(path)
+        with appearing(path) as temporary:
+            write_questions(temporary, questions)
     return path
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import response_logprobs
 
 from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
@@ -34,7 +35,7 @@ from tasks.errors import (
     RewardError,
     TrainingError,
 )
-from tasks.models.loading import load_causal_lm, response_logprobs
+from tasks.models.loading import load_causal_lm
 from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import load_reward_model
 from safetensors.torch import load_file, save_file
 
 from flows.reward_model import train_reward_model
@@ -26,7 +27,6 @@ from tasks.config.shared import ModelConfig, OptimizerConfig, RenderingConfig
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer, render_pairs
 from tasks.errors import RendererMismatchError, RewardError
-from tasks.models.loading import load_reward_model
 from tasks.reward_model.config import HeldOutConfig, PairLossConfig
 from tasks.runtime.rows import response_rows
 from tasks.sft.config import SftConfig

@@ -21,7 +21,7 @@ from torch import Tensor
 from tasks.algorithms.policy_losses import ClipRange
 from tasks.algorithms.reward_losses import PairRegularization
 from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
-from tasks.models.loading import load_tokenizer
+from tasks.data.rendering import load_tokenizer
 from tasks.runtime.logits_hooks import FLAG, StudentLoss
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import worker_environment
