@@ -23,13 +23,14 @@ from tasks.config.shared import (
     StageConfig,
     identity_fields,
 )
-from tasks.data.hub import is_hub_id, resolve_revision
 from tasks.data.source import (
     InputFile,
     at_revision,
     check_same_columns,
     digest_of,
     find_files,
+    is_hub_id,
+    resolve_revision,
 )
 from tasks.distill.config import DistillConfig
 from tasks.errors import ClusterError, ConfigError, MissingInputError

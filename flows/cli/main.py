@@ -11,7 +11,16 @@ import typer
 
 from flows.cli.runs import runs_app
 from flows.cli.services import services_app
-from flows.cli.shared import (FAILURE, AsJson, Debug, Experiment, TrackingUri, open_tracker, reported, terminal)
+from flows.cli.shared import (
+    FAILURE,
+    AsJson,
+    Debug,
+    Experiment,
+    TrackingUri,
+    open_tracker,
+    reported,
+    terminal,
+)
 from tasks.config.loading import find_config, load_config, parse_stage
 from tasks.config.shared import TrackingConfig
 from tasks.workspace import DISTRIBUTION, HOME_VARIABLE, Workspace, bypass_proxies, package_versions

@@ -13,7 +13,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.shared import FAILURE, AsJson, Debug, Experiment, TrackingUri, open_tracker, reported, say, terminal
+from flows.cli.shared import (
+    FAILURE,
+    AsJson,
+    Debug,
+    Experiment,
+    TrackingUri,
+    open_tracker,
+    reported,
+    say,
+    terminal,
+)
 from tasks.artifacts import write_whole
 from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import ConfigError
@@ -37,9 +47,7 @@ def lineage_command(
         ),
     ],
     as_json: AsJson = False,
-    as_mermaid: Annotated[
-        bool, typer.Option("--mermaid", help="Print a Mermaid diagram.")
-    ] = False,
+    as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid diagram.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the hash of every file of every artefact.")
     ] = False,

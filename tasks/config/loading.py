@@ -27,6 +27,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PACKAGED_CONFIGS = PROJECT_ROOT / "configs"
 FUNCTION_PATH = "reward.function_path"
 _MAX_PROBLEMS = 8
+_SHOWN_CHARS = 80
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _UNION_MEMBER = re.compile(r"(int|float|str|bool)$|(literal|tuple|function-\w+)\[|[A-Z]\w*Config$")
 
@@ -326,9 +327,9 @@ def _default_at(location: Location) -> object:
     return at
 
 
-def _short(value: object, limit: int = 80) -> str:
+def _short(value: object) -> str:
     text = shown(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _suggestion(location: Location) -> str:

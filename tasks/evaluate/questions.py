@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tasks.artifacts import appearing
-from tasks.data.hub import resolve_revision, stream_rows
-from tasks.data.source import read_lines
+from tasks.data.source import read_lines, resolve_revision, stream_rows
 from tasks.errors import DataError
 
 _COUNTS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")

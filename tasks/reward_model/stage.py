@@ -23,7 +23,7 @@ from tasks.artifacts import (
 )
 from tasks.context import StageContext
 from tasks.data.columns import PairScore, write_pair_scores
-from tasks.data.pairs import SPLITS
+from tasks.data.hh import SPLITS
 from tasks.data.rendering import Renderer
 from tasks.errors import DataError, RewardError
 from tasks.reward_model.config import RewardComponentConfig, RewardModelConfig

@@ -119,15 +119,15 @@ def test_bad_reference_is_one_message(
 def test_page_that_cannot_be_written_is_told_and_home_is_expanded(
     tracker: Tracker, runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "page.html").mkdir(parents=True)
-    for target in (tmp_path / "none" / "page.html", tmp_path / "home" / "page.html"):
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    (tmp_path / "user" / "page.html").mkdir(parents=True)
+    for target in (tmp_path / "none" / "page.html", tmp_path / "user" / "page.html"):
         result = CliRunner().invoke(app, ["compare", *runs, "--html", str(target)])
         assert result.exit_code == BAD_INPUT
         assert f"{target} cannot be written" in result.stderr
     result = CliRunner().invoke(app, ["compare", *runs, "--html", "~/other.html"])
     assert result.exit_code == 0, result.stderr
-    found = sorted(path.name for path in (tmp_path / "home").iterdir())
+    found = sorted(path.name for path in (tmp_path / "user").iterdir())
     assert found == ["other.html", "page.html"]
 
 

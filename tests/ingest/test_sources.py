@@ -16,10 +16,10 @@ from pydantic import ValidationError
 
 from tasks.artifacts import PreferenceDataset
 from tasks.config.shared import SourceConfig
-from tasks.data.hub import is_hub_id, resolve_revision, stream_rows
-from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.hh import SPLITS
+from tasks.data.pairs import read_pairs
 from tasks.data.quarantine import default_actions
-from tasks.data.source import InputFile, find_files
+from tasks.data.source import InputFile, find_files, is_hub_id, resolve_revision, stream_rows
 from tasks.errors import DataError, MissingInputError
 from tasks.ingest import sources as chunk_sources
 from tasks.ingest.chunks import ParseJob, ParseOptions, Span, pairs_file, read_spill

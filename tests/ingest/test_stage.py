@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from prefect.cache_policies import NO_CACHE
 
 from tasks.artifacts import PreferenceDataset
-from tasks.data.pairs import SPLITS, iter_pairs, read_pairs, split_of
+from tasks.data.hh import SPLITS, split_of
+from tasks.data.pairs import iter_pairs, read_pairs
 from tasks.data.source import InputFile
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
 from tasks.ingest.config import IngestConfig

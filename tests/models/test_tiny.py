@@ -84,7 +84,8 @@ def test_same_input_same_bytes_in_another_process(
 ) -> None:
     (tmp_path / "texts.json").write_text(json.dumps(texts))
     program = (
-        "import json, sys; from pathlib import Path; from tasks.config.shared import TinyModelConfig;"
+        "import json, sys; from pathlib import Path;"
+        "from tasks.config.shared import TinyModelConfig;"
         "from tasks.models.tiny import build_tiny_model;"
         "spec = TinyModelConfig(hidden_size=32, n_layers=2, n_heads=2, vocab_size=400);"
         "texts = json.load(open(sys.argv[1] + '/texts.json'));"

@@ -24,8 +24,8 @@ from tasks.artifacts import (
 from tasks.config.loading import load_config, merge
 from tasks.config.shared import TrackingConfig
 from tasks.data.columns import TokenColumns, read_token_columns
-from tasks.data.hh import Pair
-from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.hh import SPLITS, Pair
+from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import (
     ConfigError,
