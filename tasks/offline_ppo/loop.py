@@ -43,7 +43,7 @@ from tasks.context import RunLog
 from tasks.data.history import RunHistory
 from tasks.errors import MemoryLimitError, TrainingError, WorkerLostError
 from tasks.offline_ppo.batches import BatchSource, Drawn, Minibatch, build_sampler
-from tasks.offline_ppo.config import GUARD_METRICS
+from tasks.offline_ppo.config import GUARD_METRICS, OfflinePPOConfig
 from tasks.offline_ppo.probe import PolicyProbe
 from tasks.offline_ppo.step import (
     StepState,
@@ -55,7 +55,6 @@ from tasks.offline_ppo.step import (
     prepare_step,
     token_rewards_of,
 )
-from tasks.pipeline_config import OfflinePPOConfig
 from tasks.runtime.rows import ACTOR, CRITIC, Trajectories
 from tasks.runtime.session import Session
 from tasks.runtime.supervised import CheckpointStore, per_unit

@@ -39,8 +39,12 @@ from tasks.algorithms.policy_losses import ClipRange
 from tasks.algorithms.rewards import token_level_rewards
 from tasks.errors import TrainingError
 from tasks.offline_ppo.batches import Minibatch
-from tasks.offline_ppo.config import SequenceThresholdConfig
-from tasks.pipeline_config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
+from tasks.offline_ppo.config import (
+    AdvantageConfig,
+    ImportanceConfig,
+    OfflinePPOConfig,
+    SequenceThresholdConfig,
+)
 from tasks.runtime.rows import Batch, Trajectories, pad, unpad
 
 

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from tasks.errors import ConfigError, TrainingError
 from tasks.offline_ppo.batches import Minibatch, check_subsets, distances, margins
-from tasks.offline_ppo.config import SequenceThresholdConfig
+from tasks.offline_ppo.config import (
+    AdvantageConfig,
+    ImportanceConfig,
+    OfflinePPOConfig,
+    SequenceThresholdConfig,
+)
 from tasks.offline_ppo.step import (
     SequenceVeto,
     StepState,
@@ -23,7 +28,6 @@ from tasks.offline_ppo.step import (
     sequence_veto,
     weights_of,
 )
-from tasks.pipeline_config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
 from tasks.runtime.rows import Row, Trajectories
 
 # Two prompts with two responses each, of 2, 1, 1 and 2 tokens; the score stands at the last token.

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tasks.algorithms.policy_losses import ClipRange
 from tasks.algorithms.reward_losses import PairRegularization
-from tasks.models.loading import load_tokenizer
-from tasks.pipeline_config import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.data.rendering import load_tokenizer
 from tasks.runtime.logits_hooks import FLAG, StudentLoss
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import worker_environment
