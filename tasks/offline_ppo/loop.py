@@ -10,31 +10,22 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tasks.algorithms.advantages import explained_variance, generalized_advantage_estimate
 from tasks.algorithms.guards import (
-    Action,
-    EnableGradientCheckpointing,
+    Actions,
     Firing,
-    GrowBatch,
     GuardEngine,
-    LowerTokenBudget,
-    MemorySettings,
-    OomLadder,
-    ResetSampler,
-    Rollback,
-    ScaleLearningRate,
-    Stop,
-    Warn,
-    merged_actions,
+    after_out_of_memory,
+    merge_actions,
 )
 from tasks.algorithms.importance import sequence_weights
 from tasks.algorithms.kl import AdaptiveKLController
@@ -55,7 +46,7 @@ from tasks.offline_ppo.step import (
     prepare_step,
     token_rewards_of,
 )
-from tasks.pipeline_config import OfflinePPOConfig
+from tasks.pipeline_config import OfflinePPOConfig, RuntimeConfig
 from tasks.runtime.rows import ACTOR, CRITIC, Trajectories
 from tasks.runtime.session import Session
 from tasks.runtime.supervised import CheckpointStore, per_unit
@@ -115,44 +106,47 @@ def _explained(source: BatchSource, draw: Callable[[], Drawn]) -> float:
     return float(explained_variance(known, wanted, torch.ones(known.shape, dtype=torch.bool)))
 
 
-# Carries out what the guards ask of a run.
-
-_GUARD_NAMES: Final = {"live_gradient": "live_gradient_share"}
+# What the loop does when guards fire, or memory runs out.
 
 
 def guarded(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that rules may watch, by the names that rules use."""
-    named = {_GUARD_NAMES.get(name, name): value for name, value in metrics.items()}
-    return {name: value for name, value in named.items() if name in GUARD_METRICS}
+    logged = {name: metric.logged_as or name for name, metric in GUARD_METRICS.items()}
+    return {name: metrics[key] for name, key in logged.items() if key in metrics}
 
 
-def carry_out(loop: PPOLoop, actions: Sequence[Action]) -> None:
-    """Do what merged actions say, in their order, and write a checkpoint of the result.
+def respond(loop: PPOLoop, actions: Actions) -> None:
+    """Do what guards ask for, and write a checkpoint of the result.
 
     The step goes on counting: a rollback takes weights and optimizers back, not the order of the
     data, so that the policy does not meet the very batches again that led it astray.
     """
-    rebuilds = []
-    for action in actions:
-        match action:
-            case Rollback(to=target):
-                _roll_back(loop, loop.state.pointers[target])
-            case ScaleLearningRate():
-                loop.state.lr_scale = action.apply(loop.state.lr_scale)
-                loop.set_learning_rates()
-            case GrowBatch():
-                _grow_batch(loop, action)
-            case LowerTokenBudget() | EnableGradientCheckpointing():
-                rebuilds.append(action)
-            case ResetSampler():
-                loop.sampler.reset(seed=loop.cfg.seed + loop.state.step)
-                loop.state.pending = []
-            case Stop(reason=reason):
-                loop.state.stopped = reason or "a guard"
-                loop.log.event("stopped", f"after step {loop.state.step}: {loop.state.stopped}")
+    state, runtime = loop.state, loop.session.runtime
+    if actions.rollback:
+        target = state.pointers[actions.rollback]
+        loop.store.restore(target, loop.session, loop.roles)
+        loop.log.event("rollback", f"to the weights of step {target} at step {state.step}")
+    state.lr_scale = actions.lr_scale(state.lr_scale)
+    if actions.rollback or actions.learning_rate_scale != 1.0:
+        loop.set_learning_rates()
+    grown = actions.batch_prompts(state.batch_prompts)
+    if grown > state.batch_prompts:
+        # Every rank has the same number of prompts.
+        grown -= grown % loop.session.host.ranks
+        state.batch_prompts = max(state.batch_prompts, grown)
+        loop.sampler.set_batch_size(state.batch_prompts)
+    if actions.reset_sampler:
+        loop.sampler.reset(seed=loop.cfg.seed + state.step)
+        state.pending = []
+    if actions.stop:
+        state.stopped = actions.reason
+        loop.log.event("stopped", f"after step {state.step}: {state.stopped}")
+    if actions.change_memory:
+        loop.lowered = _lowered(runtime, actions)
     loop.save()
-    for rebuild in rebuilds:
-        _rebuild(loop, rebuild)
+    if actions.change_memory:
+        loop.session.rebuild(runtime.model_copy(update=loop.lowered))
+        loop.resume()
 
 
 def lower_memory(loop: PPOLoop, error: MemoryLimitError) -> None:
@@ -162,69 +156,47 @@ def lower_memory(loop: PPOLoop, error: MemoryLimitError) -> None:
         TrainingError: nothing is left to lower.
     """
     limits, runtime = loop.cfg.rendering, loop.session.runtime
-    ladder = OomLadder(
-        limits.max_prompt_tokens + limits.max_response_tokens,
-        loop.cfg.guards.oom_token_budget_scale,
+    actions = after_out_of_memory(
+        runtime.tokens_per_micro_batch,
+        runtime.gradient_checkpointing,
+        minimum_tokens=limits.max_prompt_tokens + limits.max_response_tokens,
+        scale=loop.cfg.guards.oom_token_budget_scale,
     )
-    settings = MemorySettings(runtime.tokens_per_micro_batch, runtime.gradient_checkpointing)
-    action = ladder.on_oom(settings)
-    loop.log.event("out_of_memory", f"{error} {action.describe()}")
-    _change_runtime(loop, ladder.after(settings, action))
+    loop.log.event("out_of_memory", f"{error} {actions}")
+    loop.lowered = _lowered(runtime, actions)
+    loop.session.rebuild(runtime.model_copy(update=loop.lowered))
 
 
-def adopt_memory(loop: PPOLoop, kept: Mapping[str, Any] | None) -> bool:
+def _lowered(runtime: RuntimeConfig, actions: Actions) -> dict[str, Any]:
+    return {
+        "tokens_per_micro_batch": actions.token_budget(runtime.tokens_per_micro_batch),
+        "gradient_checkpointing": runtime.gradient_checkpointing or actions.gradient_checkpointing,
+    }
+
+
+def adopt_memory(loop: PPOLoop, lowered: dict[str, Any] | None) -> bool:
     """Build the workers as small as an earlier process had to make them, before which it ran out
     of memory, so that this one need not find that out again.
 
     Args:
         loop: its workers are replaced; their weights have to be restored.
-        kept: `MemorySettings` of a checkpoint as plain values; None when nothing was lowered.
+        lowered: of a checkpoint; None when nothing was lowered.
 
     Returns:
         Whether the workers were built anew.
     """
-    if kept is None:
+    # What this process lowered itself is newer than the checkpoint.
+    loop.lowered = loop.lowered or lowered
+    runtime = loop.session.runtime.model_copy(update=loop.lowered)
+    if runtime == loop.session.runtime:
         return False
-    settings, runtime = MemorySettings(**kept), loop.session.runtime
-    loop.lowered = settings
-    if settings == MemorySettings(runtime.tokens_per_micro_batch, runtime.gradient_checkpointing):
-        return False
-    _change_runtime(loop, settings)
+    loop.session.rebuild(runtime)
     loop.log.event(
         "memory_lowered",
-        f"{settings.tokens_per_micro_batch} tokens per micro-batch, gradient checkpointing "
-        f"{'on' if settings.gradient_checkpointing else 'off'}, as before the restart",
+        f"{runtime.tokens_per_micro_batch} tokens per micro-batch, gradient checkpointing "
+        f"{'on' if runtime.gradient_checkpointing else 'off'}, as before the restart",
     )
     return True
-
-
-def _rebuild(loop: PPOLoop, action: LowerTokenBudget | EnableGradientCheckpointing) -> None:
-    runtime = loop.session.runtime
-    settings = MemorySettings(runtime.tokens_per_micro_batch, runtime.gradient_checkpointing)
-    _change_runtime(loop, OomLadder(1).after(settings, action))
-    loop.resume()
-
-
-def _change_runtime(loop: PPOLoop, settings: MemorySettings) -> None:
-    changes = {
-        "tokens_per_micro_batch": settings.tokens_per_micro_batch,
-        "gradient_checkpointing": settings.gradient_checkpointing,
-    }
-    loop.lowered = settings
-    loop.session.rebuild(loop.session.runtime.model_copy(update=changes))
-
-
-def _roll_back(loop: PPOLoop, step: int) -> None:
-    loop.store.restore(step, loop.session, loop.roles)
-    loop.set_learning_rates()
-    loop.log.event("rollback", f"to the weights of step {step} at step {loop.state.step}")
-
-
-def _grow_batch(loop: PPOLoop, action: GrowBatch) -> None:
-    ranks = loop.session.host.ranks
-    grown = action.apply(loop.state.batch_prompts)
-    loop.state.batch_prompts = max(loop.state.batch_prompts, grown - grown % ranks)
-    loop.sampler.set_batch_size(loop.state.batch_prompts)
 
 
 # Where the time of a run goes.
@@ -342,7 +314,7 @@ class PPOLoop:
         log: where to report.
         probe: measures the policy between windows; None where there are no held-out prompts.
         facts: what guards may know before training.
-        lowered: how small steps had to be cut after memory ran out.
+        lowered: fields of the runtime config that memory was too small for.
     """
 
     session: Session
@@ -353,7 +325,7 @@ class PPOLoop:
     probe: PolicyProbe | None = None
     facts: Mapping[str, float] = field(default_factory=dict)
     clock: PhaseClock = field(default_factory=PhaseClock)
-    lowered: MemorySettings | None = None
+    lowered: dict[str, Any] | None = None
     recent_weights: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_WEIGHTS_STEPS))
     state: LoopState = field(init=False)
     sampler: OfflineSampler = field(init=False)
@@ -386,6 +358,9 @@ class PPOLoop:
                 that does not hold one row.
             WorkerLostError: workers died more often than ``max_restarts``.
         """
+        asleep = self.cfg.sleeping_rules
+        if asleep:
+            self.log.event("guards_asleep", "; ".join(asleep.values()))
         restarts = 0
         mend: Callable[[], None] | None = None
         while True:
@@ -396,7 +371,7 @@ class PPOLoop:
                 self._begin()
                 while not self.is_done:
                     self._window()
-                self._tell_asleep()
+                self._tell_unobserved()
                 self.history.close()
                 return
             except MemoryLimitError as error:
@@ -413,11 +388,12 @@ class PPOLoop:
         where = self.session.rebuild()
         self.log.event("restart", f"{restarts} of {self.cfg.max_restarts}{where}: {error}")
 
-    def _tell_asleep(self) -> None:
-        """Say which rules never saw their metric."""
-        asleep = self.engine.unobserved_metrics
-        if asleep:
-            self.log.event("guards_asleep", f"no rule could watch {', '.join(asleep)}")
+    def _tell_unobserved(self) -> None:
+        """Say which other rules never saw their metric."""
+        expected = {rule.to_condition().metric for rule in self.cfg.sleeping_rules}
+        missing = [m for m in self.engine.unobserved_metrics if m not in expected]
+        if missing:
+            self.log.event("guards_asleep", f"no rule could watch {', '.join(missing)}")
 
     def _begin(self) -> None:
         cfg = self.cfg
@@ -468,7 +444,7 @@ class PPOLoop:
                 "sampler": self.sampler.state_dict(),
                 "guards": self.engine.state_dict(),
                 "loop": self.state.to_dict(),
-                "memory": asdict(self.lowered) if self.lowered else None,
+                "memory": self.lowered,
             }
             self.store.save(self.state.step, self.session, self.roles, found, self.state.pointers)
 
@@ -487,9 +463,9 @@ class PPOLoop:
             batches = self.source.window(drawn)
         for position, batch in enumerate(batches, start=1):
             actions = self._step(batch)
-            if any(not isinstance(action, Warn) for action in actions):
+            if actions.change_run:
                 self.state.pending = [*drawn[position:], *self.state.pending]
-                carry_out(self, actions)
+                respond(self, actions)
                 break
         if self.state.stopped:
             return
@@ -499,13 +475,13 @@ class PPOLoop:
         elif self.state.step - self.store.latest_step() >= self.cfg.checkpoint.save_every_steps:
             self.save()
 
-    def _look_back(self, actions: Sequence[Action]) -> None:
+    def _look_back(self, actions: Actions) -> None:
         """Do what the guards ask for, and write a checkpoint of what that leaves.
 
         One checkpoint for both: a kill between them would make the guards forget what they wanted.
         """
-        if any(not isinstance(action, Warn) for action in actions):
-            carry_out(self, actions)
+        if actions.change_run:
+            respond(self, actions)
         else:
             self.save()
 
@@ -514,7 +490,7 @@ class PPOLoop:
             return self.state.pending.pop(0)
         return self.source.rows_of(self.sampler.next_draw())
 
-    def _step(self, batch: Minibatch) -> tuple[Action, ...]:
+    def _step(self, batch: Minibatch) -> Actions:
         started = time.monotonic()
         adaptive = StepState(self.state.kl_coef, self.state.log_tau)
         inputs = prepare_step(self.cfg, self.data, batch, adaptive)
@@ -559,7 +535,7 @@ class PPOLoop:
         # Prompts with many responses, or a batch that a guard grew, must not end the run here.
         self.state.kl_coef = controller.update(observed, min(n_rows, reward.kl_horizon)).coef
 
-    def _probe(self, facts: Mapping[str, float] | None = None) -> tuple[Action, ...]:
+    def _probe(self, facts: Mapping[str, float] | None = None) -> Actions:
         """Measure the policy; it is good where no rule doubts it."""
         found = dict(facts or {})
         if self.probe is not None:
@@ -567,15 +543,14 @@ class PPOLoop:
                 found |= self.probe.measure()
         self.state.probed = self.state.step
         actions = self._observe(found)
-        is_doubted = any(isinstance(action, Rollback | Stop) for action in actions)
-        if self.engine.passing and not is_doubted:
+        if self.engine.passing:
             self.state.take_probe(found.get("probe_win_rate", found.get("held_out_accuracy")))
         return actions
 
-    def _observe(self, metrics: Mapping[str, float]) -> tuple[Action, ...]:
+    def _observe(self, metrics: Mapping[str, float]) -> Actions:
         """Log metrics of the present step and return what the guards make of them."""
         if not metrics:
-            return ()
+            return Actions()
         step = self.state.step
         self.history.append(step, metrics)
         if step > self._logged_until or "kl_probe" in metrics:
@@ -585,7 +560,7 @@ class PPOLoop:
         firings = self.engine.observe(step, guarded(metrics))
         for firing in firings:
             self._tell(firing)
-        return merged_actions(firings)
+        return merge_actions([firing.actions for firing in firings])
 
     def _tell(self, firing: Firing) -> None:
         self.state.events.append(firing.to_dict())
