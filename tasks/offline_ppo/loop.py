@@ -390,10 +390,12 @@ class PPOLoop:
 
     def _tell_unobserved(self) -> None:
         """Say which other rules never saw their metric."""
-        expected = {rule.to_condition().metric for rule in self.cfg.sleeping_rules}
+        asleep = self.cfg.sleeping_rules
+        expected = {rule.to_condition().metric for rule in asleep}
         missing = [m for m in self.engine.unobserved_metrics if m not in expected]
         if missing:
-            self.log.event("guards_asleep", f"no rule could watch {', '.join(missing)}")
+            texts = [*asleep.values(), f"no rule could watch {', '.join(missing)}"]
+            self.log.event("guards_asleep", "; ".join(texts))
 
     def _begin(self) -> None:
         cfg = self.cfg
