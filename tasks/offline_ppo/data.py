@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tasks.algorithms.data_filters import (
-    FilterColumns,
-    FilterRules,
-    filter_rows,
-    missing_end_penalty,
-)
+from tasks.algorithms.data_filters import filter_rows, missing_end_penalty
 from tasks.context import StageContext
 from tasks.data.rendering import Renderer
 from tasks.offline_ppo.behavior import behavior_logprobs, model_identity, reference_logprobs
@@ -83,16 +78,15 @@ class PolicyData:
     def _filtered(self, train: Responses, rewards: Tensor) -> list[int]:
         """Return the pairs that the filters leave, and count the others by reason."""
         filters = self.cfg.filters
-        rules = FilterRules(
-            filters.min_margin_quantile, filters.max_length_quantile, frozenset(filters.drop_flags)
-        )
         lengths = [max(len(p.chosen_ids), len(p.rejected_ids)) for p in train.rendered]
-        columns = FilterColumns(
-            margins=rewards[0::2] - rewards[1::2],
-            lengths=torch.tensor(lengths, dtype=torch.float32),
-            flags=[pair.flags for pair in train.pairs],
+        found = filter_rows(
+            rewards[0::2] - rewards[1::2],
+            torch.tensor(lengths, dtype=torch.float32),
+            [pair.flags for pair in train.pairs],
+            min_margin_quantile=filters.min_margin_quantile,
+            max_length_quantile=filters.max_length_quantile,
+            drop_flags=filters.drop_flags,
         )
-        found = filter_rows(columns, rules)
         self.ctx.draft.counts |= {f"filtered_{why}": n for why, n in found.dropped.items()}
         for why, n in found.dropped.items():
             self.ctx.log.event(f"filtered.{why}", f"{n} of {len(train.pairs)} pairs left out")

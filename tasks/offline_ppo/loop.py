@@ -28,7 +28,7 @@ from tasks.algorithms.guards import (
     merge_actions,
 )
 from tasks.algorithms.importance import sequence_weights
-from tasks.algorithms.kl import AdaptiveKLController
+from tasks.algorithms.kl import adapted_kl_coef
 from tasks.algorithms.samplers import OfflineSampler
 from tasks.context import RunLog
 from tasks.data.history import RunHistory
@@ -533,9 +533,14 @@ class PPOLoop:
         reward = self.cfg.reward
         if reward.kl_target is None or observed is None:
             return
-        controller = AdaptiveKLController(self.state.kl_coef, reward.kl_target, reward.kl_horizon)
-        # Prompts with many responses, or a batch that a guard grew, must not end the run here.
-        self.state.kl_coef = controller.update(observed, min(n_rows, reward.kl_horizon)).coef
+        self.state.kl_coef = adapted_kl_coef(
+            self.state.kl_coef,
+            observed=observed,
+            target=reward.kl_target,
+            horizon=reward.kl_horizon,
+            # Prompts with many responses, or a batch that a guard grew, must not end the run here.
+            n=min(n_rows, reward.kl_horizon),
+        )
 
     def _probe(self, facts: Mapping[str, float] | None = None) -> Actions:
         """Measure the policy; it is good where no rule doubts it."""

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tasks.algorithms.advantages import (
     adaptive_gae_lambda,
-    broadcast_to_tokens,
     control_variate,
     explained_variance,
     fitted_baseline,
@@ -24,18 +23,17 @@ from tasks.algorithms.advantages import (
     rloo_advantages,
 )
 from tasks.algorithms.importance import (
-    TauController,
-    TauTarget,
+    adapt_tau,
     effective_sample_size_from_sums,
     geometric_mean_veto,
     sequence_log_ratio,
     sequence_weights,
+    smooth_tau,
     truncated_importance_weights,
     weight_metrics,
 )
 from tasks.algorithms.kl import weighted_kl_on_data
-from tasks.algorithms.masking import masked_mean, masked_whiten
-from tasks.algorithms.policy_losses import ClipRange
+from tasks.algorithms.masking import broadcast_to_tokens, masked_mean, masked_whiten
 from tasks.algorithms.rewards import token_level_rewards
 from tasks.errors import TrainingError
 from tasks.offline_ppo.batches import Minibatch
@@ -110,7 +108,7 @@ def prepare_step(
         return StepInputs(advantages, ones, returns, report, sizes=sizes)
     weights, found = weights_of(cfg.importance, data, batch, advantages)
     ref = pad([data.ref_logprobs[i] for i in batch.indices])
-    kl, _ = weighted_kl_on_data(batch.proximal_logprobs, ref, weights, batch.mask)
+    kl = weighted_kl_on_data(batch.proximal_logprobs, ref, weights, batch.mask)
     report |= found | {"kl_data": float(kl), "kl_coef": state.kl_coef}
     veto = sequence_veto(cfg.filters.sequence, data, batch, weights, state.log_tau)
     kept = weights if veto is None else weights * veto.keep[:, None]
@@ -174,8 +172,8 @@ def _less_baseline(
         baseline = fitted_baseline(
             rewards, {name: known[name] for name in variate.features}, groups
         )
-    adjusted = control_variate(rewards, baseline)
-    return adjusted.rewards, {"variance_removed": adjusted.variance_removed}
+    adjusted, removed = control_variate(rewards, baseline)
+    return adjusted, {"variance_removed": removed}
 
 
 def weights_of(
@@ -184,10 +182,8 @@ def weights_of(
     """Return (B, T) truncated weights and how they are distributed."""
     behavior = pad([data.behavior_logprobs[i] for i in batch.indices])
     ratio = sequence_log_ratio(batch.proximal_logprobs, behavior, batch.mask, level=cfg.level)
-    weights = truncated_importance_weights(
-        ratio, advantages, batch.mask, level=cfg.level, cap=cfg.cap
-    )
-    sums = weight_metrics(ratio, weights, batch.mask, level=cfg.level, cap=cfg.cap)
+    weights = truncated_importance_weights(ratio, advantages, batch.mask, cap=cfg.cap)
+    sums = weight_metrics(ratio, weights, batch.mask, cap=cfg.cap)
     return weights, weight_report(sums)
 
 
@@ -228,10 +224,15 @@ def sequence_veto(
     ratio = sequence_log_ratio(batch.proximal_logprobs, behavior, batch.mask, level="geometric")
     tau = cfg.tau
     if cfg.mode == "adaptive":
-        target = TauTarget(cfg.tau_min, cfg.tau_max, cfg.target_ess_share, cfg.target_keep_share)
-        controller = TauController(target, cfg.smoothing, log_tau)
-        controller, choice = controller.update(ratio, sequence_weights(weights, batch.mask))
-        tau, log_tau = choice.tau, controller.log_tau
+        bounds = {"tau_min": cfg.tau_min, "tau_max": cfg.tau_max}
+        tau = adapt_tau(
+            ratio,
+            sequence_weights(weights, batch.mask),
+            ess_share=cfg.target_ess_share,
+            keep_share=cfg.target_keep_share,
+            **bounds,
+        )
+        tau, log_tau = smooth_tau(tau, log_tau, decay=cfg.smoothing, **bounds)
     keep = geometric_mean_veto(ratio, tau)
     if not bool(keep.any()):
         raise TrainingError(
@@ -257,7 +258,7 @@ def gae_of(
             rewards, values, mask, gamma=cfg.gamma, gae_lambda=1.0
         )
         unexplained = 1.0 - float(explained_variance(values, returns, mask))
-        gae_lambda = adaptive_gae_lambda(min(max(unexplained, 0.0), 1.0))
+        gae_lambda = adaptive_gae_lambda(unexplained)
     advantages, returns = generalized_advantage_estimate(
         rewards, values, mask, gamma=cfg.gamma, gae_lambda=gae_lambda
     )
@@ -276,7 +277,7 @@ def sequence_advantages(
         groups: (B,) int64, the prompt of each row.
     """
     if cfg.estimator == "reinforce_pp":
-        return reinforce_pp_advantages(rewards, mask, gamma=cfg.gamma)[0]
+        return reinforce_pp_advantages(rewards, mask, gamma=cfg.gamma)
     scores = rewards.sum(dim=1)
     if cfg.estimator == "rloo":
         advantages = rloo_advantages(scores, groups)
@@ -307,7 +308,6 @@ def actor_loss(cfg: OfflinePPOConfig) -> Callable[..., Any]:
     """Return the loss of ``policy_loss`` for the workers."""
     from tasks.runtime.verl_losses import (
         ActorTerms,
-        LikelihoodRule,
         likelihood_loss,
         policy_loss,
         preference_loss,
@@ -316,19 +316,31 @@ def actor_loss(cfg: OfflinePPOConfig) -> Callable[..., Any]:
     loss = cfg.loss
     terms = ActorTerms(loss.aggregation, loss.entropy_coef, loss.kl_coef, loss.kl_kind)
     if cfg.policy_loss == "ppo":
-        clip = ClipRange(loss.clip_low, loss.clip_high, loss.dual_clip)
-        return partial(policy_loss, clip, terms)
+        return partial(
+            policy_loss,
+            terms,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+        )
     if cfg.policy_loss == "dpo":
-        return partial(preference_loss, loss.dpo_beta, loss.dpo_label_smoothing, terms)
-    rule = LikelihoodRule(cfg.policy_loss, cfg.importance.level, loss.clip_high)
-    return partial(likelihood_loss, rule, terms)
+        return partial(
+            preference_loss, terms, beta=loss.dpo_beta, label_smoothing=loss.dpo_label_smoothing
+        )
+    return partial(
+        likelihood_loss,
+        terms,
+        kind=cfg.policy_loss,
+        level=cfg.importance.level,
+        clip_range=loss.clip_high,
+    )
 
 
 def critic_step_loss(cfg: OfflinePPOConfig) -> Callable[..., Any]:
     """Return the critic's loss for the workers."""
     from tasks.runtime.verl_losses import critic_loss
 
-    return partial(critic_loss, cfg.critic.value_clip, cfg.loss.aggregation)
+    return partial(critic_loss, clip_range=cfg.critic.value_clip, mode=cfg.loss.aggregation)
 
 
 def actor_batch(

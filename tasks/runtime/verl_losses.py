@@ -16,14 +16,12 @@ from torch import Tensor
 from tasks.algorithms.importance import (
     LikelihoodKind,
     RatioLevel,
-    current_log_ratio,
     likelihood_weights,
+    sequence_log_ratio,
 )
 from tasks.algorithms.kl import KLKind
 from tasks.algorithms.masking import LossMode, Totals, aggregate, masked_sum
 from tasks.algorithms.policy_losses import (
-    ClipRange,
-    PolicyBatch,
     decoupled_ppo_loss,
     dpo_loss,
     entropy_loss,
@@ -31,12 +29,7 @@ from tasks.algorithms.policy_losses import (
     value_loss,
     weighted_likelihood_loss,
 )
-from tasks.algorithms.reward_losses import (
-    PairRegularization,
-    PairTargets,
-    bradley_terry_loss,
-    split_interleaved,
-)
+from tasks.algorithms.reward_losses import bradley_terry_loss, split_interleaved
 
 # What every loss reads from verl's micro-batches.
 
@@ -44,8 +37,8 @@ Loss = tuple[Tensor, dict[str, float]]
 
 
 def floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Return metrics as plain numbers."""
-    return {name: float(value) for name, value in metrics.items()}
+    """Return metrics as plain numbers, read from the device at once."""
+    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
 
 def response_mask(data: Any) -> Tensor:
@@ -103,10 +96,12 @@ def last_token_scores(values: Any) -> Tensor:
 
 
 def pairwise_loss(
-    regularization: PairRegularization,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    label_smoothing: float,
+    center_coef: float,
 ) -> Loss:
     """Bradley-Terry loss over interleaved rows: chosen, rejected, chosen, rejected, ...
 
@@ -120,8 +115,11 @@ def pairwise_loss(
         chosen,
         rejected,
         total_pairs=float(total),
-        targets=PairTargets(weights, _of_pairs(data, "margin"), _of_pairs(data, "trust")),
-        regularization=regularization,
+        weights=weights,
+        margins=_of_pairs(data, "margin"),
+        trust=_of_pairs(data, "trust"),
+        label_smoothing=label_smoothing,
+        center_coef=center_coef,
     )
     return loss * n_ranks(data), floats(metrics)
 
@@ -154,46 +152,42 @@ class ActorTerms:
     kl_kind: KLKind = "k2"
 
 
-@dataclass(frozen=True)
-class LikelihoodRule:
-    """How a gradient without a proximal policy is weighted.
-
-    Args:
-        kind: which method.
-        level: of the ratio to the behaviour policy.
-        clip_range: of a_lol.
-    """
-
-    kind: LikelihoodKind
-    level: RatioLevel = "sequence"
-    clip_range: float = 0.2
-
-
 def policy_loss(
-    clip: ClipRange,
     terms: ActorTerms,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float,
 ) -> Loss:
     """Decoupled clipped surrogate; columns ``proximal_logprobs``, ``advantages``, ``weights``."""
-    frozen = PolicyBatch(
-        proximal_logprobs=padded(data, "proximal_logprobs"),
-        advantages=padded(data, "advantages"),
-        weights=padded(data, "weights"),
-        response_mask=response_mask(data),
-    )
+    mask = response_mask(data)
     logprobs = of_responses(model_output["log_probs"], data)
-    loss = decoupled_ppo_loss(logprobs, frozen, totals=totals(data, terms.mode), clip=clip)
-    return _with_terms(loss, logprobs, terms, model_output, data)
+    loss = decoupled_ppo_loss(
+        logprobs,
+        padded(data, "proximal_logprobs"),
+        padded(data, "advantages"),
+        padded(data, "weights"),
+        mask,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        dual_clip=dual_clip,
+        totals=totals(data, terms.mode),
+    )
+    return _with_terms(loss, logprobs, mask, terms, model_output, data)
 
 
 def likelihood_loss(
-    rule: LikelihoodRule,
     terms: ActorTerms,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    kind: LikelihoodKind,
+    level: RatioLevel,
+    clip_range: float,
 ) -> Loss:
     """Weighted log-likelihood; columns ``behavior_logprobs`` and ``advantages``.
 
@@ -201,21 +195,22 @@ def likelihood_loss(
     """
     mask, advantages = response_mask(data), padded(data, "advantages")
     logprobs = of_responses(model_output["log_probs"], data)
-    ratio = current_log_ratio(logprobs, padded(data, "behavior_logprobs"), mask, level=rule.level)
-    weights = likelihood_weights(rule.kind, ratio, advantages, mask, clip_range=rule.clip_range)
+    ratio = sequence_log_ratio(logprobs, padded(data, "behavior_logprobs"), mask, level=level)
+    weights = likelihood_weights(kind, ratio, advantages, mask, clip_range=clip_range)
     loss = weighted_likelihood_loss(
         logprobs, advantages, weights, mask, totals=totals(data, terms.mode)
     )
-    return _with_terms(loss, logprobs, terms, model_output, data)
+    return _with_terms(loss, logprobs, mask, terms, model_output, data)
 
 
 def preference_loss(
-    beta: float,
-    label_smoothing: float,
     terms: ActorTerms,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    beta: float,
+    label_smoothing: float,
 ) -> Loss:
     """DPO over interleaved rows, chosen, rejected, chosen, ...; column ``ref_logprobs``."""
     mask = response_mask(data)
@@ -226,30 +221,31 @@ def preference_loss(
         chosen,
         rejected,
         beta=beta,
-        total_pairs=float(data["global_batch_size"]) / 2,
         label_smoothing=label_smoothing,
+        total_pairs=float(data["global_batch_size"]) / 2,
     )
     # Counted per pair, unlike the terms below.
     pairs = {f"dpo_{name}": value for name, value in metrics.items()}
-    return _with_terms((loss, pairs), logprobs, terms, model_output, data)
+    return _with_terms((loss, pairs), logprobs, mask, terms, model_output, data)
 
 
 def _with_terms(
     loss: tuple[Tensor, dict[str, Tensor]],
     logprobs: Tensor,
+    mask: Tensor,
     terms: ActorTerms,
     model_output: Any,
     data: Any,
 ) -> Loss:
     """Add entropy bonus and KL loss where they are on, and scale to this rank's share."""
     value, metrics = loss
-    mask, counts = response_mask(data), totals(data, terms.mode)
+    counts = totals(data, terms.mode)
     if terms.entropy_coef > 0.0:
         entropy = of_responses(model_output["entropy"], data)
-        bonus, found = entropy_loss(entropy, mask, coef=terms.entropy_coef, totals=counts)
-        value, metrics = value + bonus, metrics | found
+        bonus, added = entropy_loss(entropy, mask, coef=terms.entropy_coef, totals=counts)
+        value, metrics = value + bonus, metrics | added
     if terms.kl_coef > 0.0:
-        term, found = kl_loss(
+        term, added = kl_loss(
             logprobs,
             padded(data, "ref_logprobs"),
             mask,
@@ -257,21 +253,21 @@ def _with_terms(
             coef=terms.kl_coef,
             totals=counts,
         )
-        value, metrics = value + term, metrics | found
+        value, metrics = value + term, metrics | added
     return value * n_ranks(data), floats(metrics)
 
 
 def critic_loss(
-    clip_range: float,
-    mode: LossMode,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    clip_range: float,
+    mode: LossMode,
 ) -> Loss:
     """Clipped squared error of the values; columns ``old_values`` and ``returns``."""
-    values = of_responses(model_output["values"], data)
     loss, metrics = value_loss(
-        values,
+        of_responses(model_output["values"], data),
         padded(data, "old_values"),
         padded(data, "returns"),
         response_mask(data),
