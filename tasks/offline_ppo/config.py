@@ -27,6 +27,7 @@ from tasks.config.shared import (
 )
 from tasks.data.quarantine import REASONS
 from tasks.errors import ConfigError
+from tasks.offline_ppo.objectives import OBJECTIVES
 
 # Configuration of candidate responses: more trajectories than the dataset stores.
 
@@ -127,7 +128,7 @@ class GuardMetric(NamedTuple):
 
 
 _ANY: Final = GuardMetric()
-_PPO: Final = GuardMetric("policy_loss ppo", lambda cfg: cfg.policy_loss == "ppo")
+_PPO: Final = GuardMetric("policy_loss ppo", lambda cfg: OBJECTIVES[cfg.policy_loss].uses_weights)
 _REWARDED: Final = GuardMetric(
     "reward.components beside labels", lambda cfg: set(cfg.reward.components) != {"labels"}
 )
@@ -157,7 +158,9 @@ GUARD_METRICS: Final = {
     "ess_share": _PPO,
     "weight_max": _PPO,
     "live_gradient_share": GuardMetric(
-        "a policy_loss other than dpo", lambda cfg: cfg.policy_loss != "dpo", "live_gradient"
+        "a policy_loss other than dpo",
+        lambda cfg: OBJECTIVES[cfg.policy_loss].uses_advantages,
+        "live_gradient",
     ),
     "entropy": GuardMetric("loss.entropy_coef above 0", lambda cfg: cfg.loss.entropy_coef > 0.0),
     "explained_variance": GuardMetric(
@@ -765,13 +768,14 @@ class OfflinePPOConfig(StageConfig):
 
     def _check_policy_loss(self) -> None:
         """Refuse settings that the chosen loss would not read."""
-        unread = []
-        if self.policy_loss != "ppo":
+        unread, objective = [], OBJECTIVES[self.policy_loss]
+        if not objective.uses_weights:
             unread += ["filters.sequence"] if self.filters.sequence.mode != "off" else []
             unread += ["reward.kl_target"] if self.reward.kl_target is not None else []
-        if self.policy_loss == "dpo":
+        if objective.in_pairs and self.candidates.per_prompt:
+            unread += ["candidates.per_prompt"]
+        if not objective.uses_advantages:
             unread += ["sampler.priority"] if self.sampler.priority != "none" else []
-            unread += ["candidates.per_prompt"] if self.candidates.per_prompt else []
             unread += ["advantage.estimator gae"] if self.advantage.estimator == "gae" else []
         if unread:
             raise ValueError(
