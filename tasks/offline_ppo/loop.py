@@ -228,6 +228,16 @@ class PPOLoop:
             self.state.take_probe(found.get("probe_win_rate", found.get("held_out_accuracy")))
         return actions
 
+    def _look_back(self, actions: Actions) -> None:
+        """Do what the guards ask for, and write a checkpoint of what that leaves.
+
+        One checkpoint for both: a kill between them would make the guards forget what they wanted.
+        """
+        if actions.change_run:
+            respond(self, actions)
+        else:
+            self.save()
+
     def _observe(self, metrics: Mapping[str, float]) -> Actions:
         """Log metrics of the present step and return what the guards make of them."""
         if not metrics:
