@@ -105,7 +105,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow_db: 
 @pytest.fixture
 def tracker(workspace: Any) -> Any:
     """The workspace's own MLflow database."""
-    from tasks.pipeline_config import TrackingConfig
+    from tasks.config.shared import TrackingConfig
     from tasks.tracking.mlflow import connect
 
     return connect(TrackingConfig(), workspace)
@@ -219,13 +219,14 @@ def make_artifact(workspace: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model of one small layer."""
+    from tasks.config.shared import TinyModelConfig
     from tasks.demo.oracle import parse_transcript
     from tasks.demo.world import generate_pairs
-    from tasks.models.tiny import TinySpec, build_tiny_model
+    from tasks.models.tiny import build_tiny_model
 
     rows = generate_pairs(60, seed=0)
     texts = [turn["content"] for row in rows for turn in parse_transcript(row["chosen"])]
-    spec = TinySpec(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
+    spec = TinyModelConfig(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
     return build_tiny_model(tmp_path_factory.mktemp("workers") / "tiny", texts, spec, seed=1)
 
 
@@ -329,16 +330,16 @@ def ingest_context(tmp_path: Path) -> Callable[[], Any]:
 @pytest.fixture
 def ingest(ingest_context: Callable[[], Any]) -> Callable[..., Any]:
     """A function that ingests a file, or whatever the config names, and returns the dataset."""
-    from tasks.data.source import InputFile, find_files, source_configs
+    from tasks.data.source import InputFile, find_files
+    from tasks.ingest.config import IngestConfig
     from tasks.ingest.stage import ingest_pairs
-    from tasks.pipeline_config import IngestConfig
 
     def run(file: Path | None = None, **settings_: Any) -> Any:
         cfg = IngestConfig(**settings_)
         if file is not None:
             files = [InputFile(str(file), file.name, "demo", "demo", cfg.format)]
         else:
-            files = [found for named in source_configs(cfg) for found in find_files(named)]
+            files = [found for named in cfg.all_sources for found in find_files(named)]
         return ingest_pairs(ingest_context(), cfg, files)
 
     return run

@@ -10,11 +10,10 @@ import torch
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from tasks.ablation.config import BASE, TEACHER, label_of
+from tasks.ablation.config import BASE, TEACHER, AblationConfig, label_of
 from tasks.algorithms.statistics import SeedMean, paired_difference, seed_mean
 from tasks.algorithms.win_rates import win_credit
 from tasks.errors import TrainingError
-from tasks.pipeline_config import AblationConfig
 from tasks.report.page import cell, table
 
 GOOD_RATE = "good_rate"

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,11 +15,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tasks.data.schemas import RowGroupWriter, make_schema
+from tasks.artifacts import appearing
+from tasks.data.schemas import make_schema, write_rows
 from tasks.errors import ArtifactError
 
 _KEY_FIELD: Final = b"rlhf.key"
-_ABANDONED_SECONDS: Final = 3600.0
 
 
 def keyed_file(directory: Path, identity: Sequence[str]) -> tuple[Path, str]:
@@ -51,17 +47,8 @@ def write_keyed(path: Path, table: pa.Table, key: str, metadata: Mapping[bytes, 
     """
     keyed = table.replace_schema_metadata({_KEY_FIELD: key.encode(), **metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
-    with temporary.open("wb") as file:
-        pq.write_table(keyed, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    for other in path.parent.glob(f".tmp-*-{path.name}"):
-        # A run that was killed left it; one that is at work needs seconds.
-        with suppress(FileNotFoundError):
-            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
-                other.unlink()
+    with appearing(path) as temporary:
+        pq.write_table(keyed, temporary, compression="zstd")
 
 
 def read_keyed(path: Path, key: str) -> tuple[pa.Table, Mapping[bytes, bytes]]:
@@ -194,8 +181,7 @@ class PairScore:
 
 def write_pair_scores(path: Path, scores: Iterable[PairScore]) -> None:
     """Write the table; it appears only when complete."""
-    with RowGroupWriter(path, PAIR_SCORE_SCHEMA, _ROWS_PER_GROUP) as writer:
-        writer.write(asdict(score) for score in scores)
+    write_rows(path, map(asdict, scores), PAIR_SCORE_SCHEMA, _ROWS_PER_GROUP)
 
 
 # Scores of responses, computed once and kept as Parquet columns.

@@ -19,9 +19,9 @@ from typing import Any, Final
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from tasks.config.shared import RenderingConfig
 from tasks.data.hh import Message, Pair
 from tasks.errors import ConfigError, DataError, ModelError, RendererMismatchError
-from tasks.pipeline_config import RenderingConfig
 
 # Tokenizers and chat templates: loading, the end of turn, what identifies them.
 

@@ -17,13 +17,14 @@ from torch import Tensor
 
 from tasks.algorithms.win_rates import Bootstrap, ClusteredMean, PlainWinRate, clustered_mean
 from tasks.artifacts import Manifest, ParentRef, RewardModelCheckpoint, read_manifest, standing_path
+from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Pair
 from tasks.data.history import FILE_NAME, History, write_history
 from tasks.data.rendering import Renderer
+from tasks.distill.config import ModelCardConfig
 from tasks.distill.student import adapter_parameters, n_parameters
 from tasks.errors import ArtifactError, MissingInputError
 from tasks.models.loading import list_weight_files
-from tasks.pipeline_config import GenerationConfig, ModelCardConfig
 from tasks.report.page import cell, table
 from tasks.report.pairs import (
     HeldOut,

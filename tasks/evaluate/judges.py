@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.history import LineStore
 from tasks.data.rendering import Renderer
@@ -21,7 +22,6 @@ from tasks.evaluate.endpoint import ChatEndpoint, ChatReply, ChatRequest
 from tasks.evaluate.judgments import PairJudgment, Score, Verdict, parse_rating, parse_verdict
 from tasks.evaluate.prompts import JudgePrompts, Kind, Turns, judge_messages
 from tasks.evaluate.questions import ModelAnswer, Question
-from tasks.pipeline_config import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import Prompt, Speaker
 
 R = TypeVar("R")

@@ -18,8 +18,8 @@ from typing import Any, Final
 from jinja2 import Environment
 
 from tasks.algorithms.statistics import label_agreement
-from tasks.data.gate import BASELINE
 from tasks.errors import DataError
+from tasks.evaluate.gate import BASELINE
 from tasks.evaluate.judgments import (
     PairJudgment,
     Score,

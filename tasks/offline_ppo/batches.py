@@ -16,8 +16,8 @@ from torch import Tensor
 from tasks.algorithms.advantages import group_statistics
 from tasks.algorithms.samplers import Draw, OfflineSampler, Priorities, Strata
 from tasks.errors import ConfigError, DataError
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.objectives import OBJECTIVES, Objective
-from tasks.pipeline_config import OfflinePPOConfig
 from tasks.runtime.rows import ACTOR, CRITIC, Row, Trajectories, mask_of, pad, unpad
 from tasks.runtime.session import Session
 

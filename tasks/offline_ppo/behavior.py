@@ -13,7 +13,7 @@ from tasks.data.hh import Pair
 from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
-from tasks.pipeline_config import OfflinePPOConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.runtime.rows import (
     NUMERIC_FIELDS,
     REFERENCE,

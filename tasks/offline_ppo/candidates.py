@@ -21,11 +21,11 @@ import transformers
 from torch import Tensor
 
 from tasks.algorithms.logprobs import sampling_logprobs
+from tasks.config.shared import GenerationConfig, RuntimeConfig, identity_fields
 from tasks.data.columns import CandidateChunk, read_chunk, write_chunk
 from tasks.data.rendering import Renderer
 from tasks.errors import DataError
 from tasks.offline_ppo.config import CandidatesConfig
-from tasks.pipeline_config import GenerationConfig, RuntimeConfig, identity_fields
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.rows import Row
 from tasks.runtime.session import resolve_device

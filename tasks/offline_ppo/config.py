@@ -536,6 +536,12 @@ class RewardConfig(Section):
     )
     function_path: str | None = Field(None, description="Python file with the reward function.")
     function_name: str = Field("reward_fn", description="Name of the function in that file.")
+    function_seconds: PositiveFloat = setting(
+        60.0, description="Longest time that the function may take for one response."
+    )
+    function_memory_gib: PositiveFloat = setting(
+        8.0, description="Memory that the function's process may hold (Linux)."
+    )
     normalize: Literal["standardize", "unit_range", "raw", "binary"] = Field(
         "standardize",
         description="Of the score: standardize (by mean and deviation of the training scores), "

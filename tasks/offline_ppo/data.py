@@ -19,9 +19,10 @@ from tasks.offline_ppo.candidates import (
     generate_candidates,
     merge_candidates,
 )
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.probe import label_agreement
-from tasks.offline_ppo.rewards import ComponentScorer, Judged, rewards_of
-from tasks.pipeline_config import OfflinePPOConfig
+from tasks.offline_ppo.reward_process import Judged
+from tasks.offline_ppo.rewards import ComponentScorer, rewards_of
 from tasks.runtime.rows import (
     REFERENCE,
     ComponentValues,

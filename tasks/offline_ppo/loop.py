@@ -30,11 +30,12 @@ from tasks.algorithms.guards import (
 from tasks.algorithms.importance import sequence_weights
 from tasks.algorithms.kl import adapted_kl_coef
 from tasks.algorithms.samplers import OfflineSampler
+from tasks.config.shared import RuntimeConfig
 from tasks.context import RunLog
 from tasks.data.history import RunHistory
 from tasks.errors import MemoryLimitError, TrainingError, WorkerLostError
 from tasks.offline_ppo.batches import BatchSource, Drawn, Minibatch, build_sampler
-from tasks.offline_ppo.config import GUARD_METRICS
+from tasks.offline_ppo.config import GUARD_METRICS, OfflinePPOConfig
 from tasks.offline_ppo.probe import PolicyProbe
 from tasks.offline_ppo.step import (
     actor_batch,
@@ -46,7 +47,6 @@ from tasks.offline_ppo.step import (
     sizes_of,
     token_rewards_of,
 )
-from tasks.pipeline_config import OfflinePPOConfig, RuntimeConfig
 from tasks.runtime.rows import ACTOR, CRITIC, Trajectories
 from tasks.runtime.session import Session
 from tasks.runtime.supervised import CheckpointStore, per_unit

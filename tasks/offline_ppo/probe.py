@@ -18,10 +18,11 @@ from tasks.algorithms.calibration import wilson_interval
 from tasks.algorithms.data_filters import missing_end_penalty
 from tasks.algorithms.kl import kl_per_token
 from tasks.algorithms.masking import masked_mean
+from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import Renderer
-from tasks.offline_ppo.rewards import ComponentScorer, Judged, rewards_of
-from tasks.pipeline_config import GenerationConfig
+from tasks.offline_ppo.reward_process import Judged
+from tasks.offline_ppo.rewards import ComponentScorer, rewards_of
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.rows import ACTOR, REFERENCE, Responses, RoleSpec, Row, mask_of, pad
 from tasks.runtime.session import Session, resolve_device

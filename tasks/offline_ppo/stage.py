@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tasks.algorithms.win_rates import Bootstrap, ProbeKL, kl_probe_estimate
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
+from tasks.config.shared import GenerationConfig
 from tasks.context import StageContext
 from tasks.data.columns import TokenColumns, write_token_columns
 from tasks.data.hh import Pair
@@ -22,6 +23,7 @@ from tasks.data.rendering import Renderer
 from tasks.errors import DataError
 from tasks.offline_ppo.batches import check_subsets
 from tasks.offline_ppo.behavior import CLONE, check_logged
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.data import PolicyData
 from tasks.offline_ppo.loop import PPOLoop
 from tasks.offline_ppo.probe import PolicyProbe, RewardJudge, Speaking, Spoken
@@ -33,7 +35,6 @@ from tasks.offline_ppo.report import (
     write_policy_report,
 )
 from tasks.offline_ppo.rewards import ComponentScorer, check_components, find_weights
-from tasks.pipeline_config import GenerationConfig, OfflinePPOConfig
 from tasks.report.pairs import HeldOut, ResponsePair, compare_pairs, prompt_text
 from tasks.runtime.rows import (
     ACTOR,

@@ -36,9 +36,13 @@ from tasks.algorithms.masking import broadcast_to_tokens, masked_mean, masked_wh
 from tasks.algorithms.rewards import token_level_rewards
 from tasks.errors import TrainingError
 from tasks.offline_ppo.batches import Minibatch
-from tasks.offline_ppo.config import SequenceThresholdConfig
+from tasks.offline_ppo.config import (
+    AdvantageConfig,
+    ImportanceConfig,
+    OfflinePPOConfig,
+    SequenceThresholdConfig,
+)
 from tasks.offline_ppo.objectives import OBJECTIVES
-from tasks.pipeline_config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
 from tasks.runtime.rows import Batch
 
 

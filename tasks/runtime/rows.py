@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tasks.artifacts import PreferenceDataset
+from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
 from tasks.data.columns import (
     TokenColumns,
     hash_responses,
@@ -24,11 +25,6 @@ from tasks.data.hh import Pair
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.errors import DataError, RewardError
-from tasks.pipeline_config import (
-    LoraConfig,
-    OptimizerConfig,
-    RuntimeConfig,
-)
 
 REFERENCE = "reference"
 

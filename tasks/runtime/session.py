@@ -21,10 +21,10 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
+from tasks.config.shared import RuntimeConfig
 from tasks.context import RunLog, run_logger
 from tasks.errors import ClusterError, ConfigError, MemoryLimitError, TrainingError, WorkerLostError
 from tasks.models.loading import list_weight_files
-from tasks.pipeline_config import RuntimeConfig
 from tasks.runtime import placement
 from tasks.runtime.logits_hooks import FLAG, LogitsHook
 from tasks.runtime.placement import release, reserve

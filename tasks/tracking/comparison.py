@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from jinja2 import Environment
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
 from tasks.artifacts import read_manifest
+from tasks.config.shared import STAGES
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES
 from tasks.report.page import plain
 from tasks.tracking.lineage import LATEST, named_run, upstreams_of
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker
@@ -44,6 +44,7 @@ class Row(BaseModel):
     cells: list[str]
     numbers: list[float | None] | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def differs(self) -> bool:
         """Whether the runs are not all alike."""
@@ -109,17 +110,17 @@ def find_run(tracker: Tracker, ref: str) -> RunRecord:
     return tracker.read_run(manifest.mlflow_run_id)
 
 
-def newest_chains(tracker: Tracker, count: int = 2) -> list[str]:
-    """Return references to the newest finished chains, the older first.
+def newest_chains(tracker: Tracker) -> list[str]:
+    """Return references to the two newest finished chains, the older first.
 
     Raises:
         MissingInputError: there are fewer.
     """
-    found = tracker.find_runs({"stage": PIPELINE}, "FINISHED", limit=count)
-    if len(found) < count:
+    found = tracker.find_runs({"stage": PIPELINE}, "FINISHED", limit=2)
+    if len(found) < 2:
         raise MissingInputError(
             f"Experiment {tracker.experiment!r} has {len(found)} finished chains",
-            f"{count} to compare",
+            "two to compare",
             "name the runs: `rlhf compare REF REF`",
         )
     return [f"runs:/{run.run_id}" for run in reversed(found)]
@@ -277,7 +278,7 @@ def render_comparison(comparison: Mapping[str, Any]) -> str:
     """Return the page.
 
     Args:
-        comparison: `tasks.comparison.Comparison` as plain values; each row may have ``differs``.
+        comparison: `Comparison` as plain values.
     """
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         files("tasks.tracking").joinpath("compare_page.html").read_text("utf-8")

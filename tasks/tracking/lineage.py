@@ -22,9 +22,9 @@ from tasks.artifacts import (
     read_manifest,
     standing_path,
 )
-from tasks.data.source import UNNAMED, digest_of, find_files
+from tasks.config.shared import STAGES, UNNAMED, SourceConfig
+from tasks.data.source import digest_of, find_files
 from tasks.errors import ArtifactError, MissingInputError
-from tasks.pipeline_config import STAGES, SourceConfig
 from tasks.tracking.mlflow import PIPELINE, TRIAL, RunRecord, Tracker
 from tasks.tracking.registry import Registry, StudentVersion
 from tasks.workspace import is_elsewhere

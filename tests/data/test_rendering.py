@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from tasks.config.shared import RenderingConfig
 from tasks.data.hh import Message, Pair, make_pair_id, make_prompt_id
 from tasks.data.rendering import (
     Renderer,
@@ -21,7 +22,6 @@ from tasks.data.rendering import (
     split_at_end,
 )
 from tasks.errors import ConfigError, DataError, ModelError, RendererMismatchError
-from tasks.pipeline_config import RenderingConfig
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 MakeModelDir = Callable[..., Path]

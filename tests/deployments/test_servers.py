@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from compose_file import DEPLOYMENTS, read_compose
 
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 
 pytestmark = pytest.mark.endurance
 

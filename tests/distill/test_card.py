@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 
-from tasks.algorithms.statistics import clustered_mean
+from tasks.algorithms.win_rates import clustered_mean
 from tasks.artifacts import ParentRef, read_manifest
+from tasks.distill.config import ModelCardConfig
 from tasks.distill.report import (
     BASE,
     STUDENT,
@@ -29,7 +30,6 @@ from tasks.distill.report import (
     write_cards,
     write_student_report,
 )
-from tasks.pipeline_config import ModelCardConfig
 from tasks.report.pairs import ResponsePair, compare_pairs
 
 

@@ -21,14 +21,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flows.cli.doctor import package_model
+from tasks.config.shared import ModelConfig, TinyModelConfig
 from tasks.data.rendering import Renderer, load_tokenizer
 from tasks.errors import ConfigError, ModelError
 from tasks.models import packages
 from tasks.models.loading import load_causal_lm
 from tasks.models.packages import PACKAGES, PackagedModel, converted_dir, load_package
 from tasks.models.sources import ResolvedModel, resolve_model
-from tasks.models.tiny import END_OF_TURN, PAD, TinySpec
-from tasks.pipeline_config import ModelConfig
+from tasks.models.tiny import END_OF_TURN, PAD, count_tiny_parameters
 from tasks.workspace import Workspace
 
 SMOLLM = "package:smollm2-135m"
@@ -49,17 +49,17 @@ def _gguf_layout(weights: np.ndarray, n_heads: int) -> np.ndarray:
     return np.ascontiguousarray(paired.swapaxes(1, 2).reshape(weights.shape))
 
 
-def _write_gguf(file: Path, model_dir: Path, spec: TinySpec) -> None:
+def _write_gguf(file: Path, model_dir: Path, spec: TinyModelConfig) -> None:
     """Write the tiny model as the packages have theirs: wrong eos and pad, tied embeddings."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(spec.n_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_feed_forward_length(3 * spec.hidden_size)
     writer.add_head_count(spec.n_heads)
     writer.add_head_count_kv(spec.n_heads)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_rope_freq_base(10_000.0)
     content = json.loads((model_dir / "tokenizer.json").read_text())
     tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
     special = {token["content"] for token in content["added_tokens"]}
@@ -118,7 +118,7 @@ def empty_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_wheel(
-    tiny_dir: Path, spec: TinySpec, tmp_path_factory: pytest.TempPathFactory
+    tiny_dir: Path, spec: TinyModelConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PackagedModel]:
     """A wheel with the tiny model as GGUF, and its registry entry."""
     folder = tmp_path_factory.mktemp("tiny-wheel")
@@ -205,12 +205,12 @@ def test_a_wheel_without_the_member_is_refused(
 
 
 def test_the_converted_model_computes_what_the_original_does(
-    tiny_package: Path, tiny_dir: Path, spec: TinySpec, cache: Path
+    tiny_package: Path, tiny_dir: Path, spec: TinyModelConfig, cache: Path
 ) -> None:
     found = resolve_model("package:tiny-gguf", cache_dir=cache)
     assert found.path == converted_dir("tiny-gguf", cache)
     assert (found.name, found.revision) == ("package:tiny-gguf", "1.0")
-    assert found.n_parameters == spec.n_parameters  # the tied head is not stored twice
+    assert found.n_parameters == count_tiny_parameters(spec)  # the tied head is not stored twice
     model, original = load_causal_lm(found.path), load_causal_lm(tiny_dir)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     ids = torch.arange(40)[None]
@@ -367,7 +367,7 @@ def test_smollm2_answers_and_stops(smollm: ResolvedModel) -> None:
 
 @pytest.mark.slow
 def test_smollm2_renders_single_digits(smollm: ResolvedModel) -> None:
-    from tasks.pipeline_config import RenderingConfig
+    from tasks.config.shared import RenderingConfig
 
     renderer = Renderer.load(smollm.path, RenderingConfig())
     ids, _ = renderer.response_ids("It was 1989  12")

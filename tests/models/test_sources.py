@@ -13,9 +13,10 @@ import huggingface_hub.constants
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tasks.config.shared import TinyModelConfig
 from tasks.errors import ConfigError, ModelError
 from tasks.models.sources import resolve_model
-from tasks.models.tiny import TinySpec
+from tasks.models.tiny import count_tiny_parameters
 
 _COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -30,12 +31,12 @@ def _edit_json(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_a_good_directory(tiny_dir: Path, spec: TinySpec) -> None:
+def test_a_good_directory(tiny_dir: Path, spec: TinyModelConfig) -> None:
     resolved = _resolve(tiny_dir)
     assert resolved.path == tiny_dir and resolved.name == "tiny" and resolved.revision is None
     assert (resolved.pad_token_id, resolved.end_of_turn_id) == (0, 2)
     assert resolved.architecture == "LlamaForCausalLM"
-    assert resolved.n_parameters == spec.n_parameters
+    assert resolved.n_parameters == count_tiny_parameters(spec)
     assert len(resolved.fingerprint) == 64
 
 
@@ -164,13 +165,15 @@ def test_cut_weights_are_refused(tiny_copy: Path, keep_bytes: int) -> None:
         _resolve(tiny_copy)
 
 
-def test_shards_are_counted_and_a_missing_one_is_named(tiny_copy: Path, spec: TinySpec) -> None:
+def test_shards_are_counted_and_a_missing_one_is_named(
+    tiny_copy: Path, spec: TinyModelConfig
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_copy)
     (tiny_copy / "model.safetensors").unlink()
     model.save_pretrained(tiny_copy, max_shard_size="40KB")
     shards = sorted(tiny_copy.glob("model-*.safetensors"))
     assert len(shards) > 1
-    assert _resolve(tiny_copy).n_parameters == spec.n_parameters
+    assert _resolve(tiny_copy).n_parameters == count_tiny_parameters(spec)
     shards[1].unlink()
     with pytest.raises(ModelError, match=shards[1].name):
         _resolve(tiny_copy)

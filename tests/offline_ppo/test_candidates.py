@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.columns import read_chunk
 from tasks.data.hh import Message
-from tasks.data.rendering import Renderer
+from tasks.data.rendering import Renderer, load_tokenizer
 from tasks.errors import DataError, TrainingError
-from tasks.models.loading import load_causal_lm, load_tokenizer
+from tasks.models.loading import load_causal_lm
 from tasks.offline_ppo import candidates as candidate_sampler
 from tasks.offline_ppo.candidates import (
     CandidateSampler,
@@ -28,7 +29,6 @@ from tasks.offline_ppo.candidates import (
     merge_candidates,
 )
 from tasks.offline_ppo.config import CandidatesConfig
-from tasks.pipeline_config import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import EndTokens
 from tasks.runtime.rows import Row
 

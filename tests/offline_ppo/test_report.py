@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tasks.algorithms.statistics import Bootstrap
-from tasks.algorithms.win_rates import ProbeKL, kl_probe_estimate
+from tasks.algorithms.win_rates import Bootstrap, ProbeKL, kl_probe_estimate
 from tasks.data.hh import Message
 from tasks.data.history import History, read_history
 from tasks.errors import DataError, TrainingError

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from tasks.errors import ConfigError, TrainingError
 from tasks.offline_ppo.batches import Drawn, Minibatch, check_subsets, distances, margins
-from tasks.offline_ppo.config import SequenceThresholdConfig
+from tasks.offline_ppo.config import (
+    AdvantageConfig,
+    ImportanceConfig,
+    OfflinePPOConfig,
+    SequenceThresholdConfig,
+)
 from tasks.offline_ppo.step import (
     advantages_of,
     gae_of,
@@ -22,7 +27,6 @@ from tasks.offline_ppo.step import (
     sizes_of,
     weights_of,
 )
-from tasks.pipeline_config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
 from tasks.runtime.rows import Row, Trajectories
 
 # Two prompts with two responses each, of 2, 1, 1 and 2 tokens; the score stands at the last token.

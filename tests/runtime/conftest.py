@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.models.loading import load_tokenizer
+from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.data.rendering import load_tokenizer
 from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
 from tasks.offline_ppo.step import actor_loss
-from tasks.pipeline_config import LoraConfig, OptimizerConfig, RuntimeConfig
 from tasks.runtime.logits_hooks import FLAG, StudentLoss
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import worker_environment

@@ -13,8 +13,8 @@ from torch import Tensor
 from tasks.algorithms.masking import Totals
 from tasks.algorithms.policy_losses import decoupled_ppo_loss, kl_loss
 from tasks.offline_ppo.batches import Drawn, Minibatch
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.step import prepare_step
-from tasks.pipeline_config import OfflinePPOConfig
 from tasks.runtime.rows import Row, Trajectories, pad
 
 KL_IN_REWARD, KL_LOSS, CAP, CLIP, DUAL = 0.05, 0.3, 1.7, 0.2, 3.0

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import load_reward_model
 from torch import Tensor
 
+from tasks.config.shared import OptimizerConfig
 from tasks.errors import ArtifactError, ClusterError, ConfigError, ModelError, TrainingError
-from tasks.models.loading import load_causal_lm, load_reward_model, load_student
-from tasks.pipeline_config import OptimizerConfig
+from tasks.models.loading import load_causal_lm, load_student
 from tasks.runtime.logits_hooks import RowReader, TopKReader
 from tasks.runtime.placement import reserve
 from tasks.runtime.rows import Batch, HostSpec, RoleSpec, Row
