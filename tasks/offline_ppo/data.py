@@ -17,7 +17,6 @@ from tasks.offline_ppo.candidates import (
     CandidateSet,
     CandidateSource,
     generate_candidates,
-    merge_candidates,
 )
 from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.probe import label_agreement
@@ -101,7 +100,6 @@ class PolicyData:
         self.ctx.draft.counts |= {f"candidates_{k}": n for k, n in candidates.counts.items()}
         self.ctx.draft.metrics["candidates_kl"] = candidates.kl
         self.ctx.draft.metrics["candidates_temperature"] = candidates.temperature
-        merged = merge_candidates(stored.rows, stored.groups, candidates)
         first_pair = [members[0] // 2 for members in stored.groups]
         judged = [
             Judged.of(part.pairs[first_pair[group]], "candidate", text)
@@ -110,8 +108,8 @@ class PolicyData:
         components = self.scorer.score_responses(candidates.rows, judged, keep=True)
         return replace(
             stored,
-            rows=merged.rows,
-            groups=merged.groups,
+            rows=[*stored.rows, *candidates.rows],
+            groups=groups_with(candidates.group.tolist(), stored.groups, len(stored.rows)),
             rewards=torch.cat(
                 [stored.rewards, torch.zeros(len(candidates.rows), dtype=stored.rewards.dtype)]
             ),
@@ -168,6 +166,22 @@ class PolicyData:
         if not center:
             cfg = cfg.model_copy(update={"center": "none"})
         return rewards_of(cfg, components.values, self.weights, groups)
+
+
+def groups_with(
+    prompts: Sequence[int], groups: Sequence[Sequence[int]], n_stored: int
+) -> list[list[int]]:
+    """Return the rows of each prompt, those of the candidates behind the stored ones.
+
+    Args:
+        prompts: index into ``groups`` of the prompt of each candidate; their rows follow the
+            ``n_stored`` stored ones.
+        groups: stored rows of each prompt.
+    """
+    grown = [list(members) for members in groups]
+    for row, prompt in enumerate(prompts, start=n_stored):
+        grown[prompt].append(row)
+    return grown
 
 
 def _select(components: ComponentValues, rows: Sequence[int]) -> ComponentValues:

@@ -186,7 +186,7 @@ class PPOLoop:
         self._adapt_kl(report.get("kl_data"), len(batch.rows))
         metrics["tokens_per_second"] = sum(map(len, batch.rows)) / (time.monotonic() - started)
         metrics["learning_rate"] = metrics.pop("lr")
-        metrics["batch_prompts"] = float(len(batch.groups.unique()))
+        metrics["batch_prompts"] = float(len(set(batch.groups.tolist())))
         variance = state.take_reward(report["reward_mean"])
         if variance is not None:
             metrics["reward_variance"] = variance

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from tasks.algorithms.importance import LikelihoodKind
     from tasks.offline_ppo.config import OfflinePPOConfig
 
 # Formulas need torch, which a config, whose checks ask this table, is read without.
@@ -68,15 +69,14 @@ def _ppo(cfg: OfflinePPOConfig) -> Formula:
     )
 
 
-def _likelihood(cfg: OfflinePPOConfig) -> Formula:
-    from tasks.runtime.verl_losses import likelihood_loss
+def _likelihood(kind: LikelihoodKind) -> Objective:
+    def formula(cfg: OfflinePPOConfig) -> Formula:
+        from tasks.runtime.verl_losses import likelihood_loss
 
-    return partial(
-        likelihood_loss,
-        kind=cfg.policy_loss,
-        level=cfg.importance.level,
-        clip_range=cfg.loss.clip_high,
-    )
+        level, clip_range = cfg.importance.level, cfg.loss.clip_high
+        return partial(likelihood_loss, kind=kind, level=level, clip_range=clip_range)
+
+    return Objective(("behavior_logprobs", "advantages"), formula)
 
 
 def _dpo(cfg: OfflinePPOConfig) -> Formula:
@@ -86,12 +86,10 @@ def _dpo(cfg: OfflinePPOConfig) -> Formula:
     return partial(preference_loss, beta=loss.dpo_beta, label_smoothing=loss.dpo_label_smoothing)
 
 
-_LIKELIHOOD = Objective(("behavior_logprobs", "advantages"), _likelihood)
-
 OBJECTIVES: Final = {
     "ppo": Objective(("proximal_logprobs", "advantages", "weights"), _ppo),
-    "topr": _LIKELIHOOD,
-    "a_lol": _LIKELIHOOD,
-    "positives_only": _LIKELIHOOD,
+    "topr": _likelihood("topr"),
+    "a_lol": _likelihood("a_lol"),
+    "positives_only": _likelihood("positives_only"),
     "dpo": Objective(("ref_logprobs",), _dpo, in_pairs=True),
 }
