@@ -18,8 +18,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.algorithms.policy_losses import ClipRange
-from tasks.algorithms.reward_losses import PairRegularization
 from tasks.models.loading import load_tokenizer
 from tasks.pipeline_config import LoraConfig, OptimizerConfig, RuntimeConfig
 from tasks.runtime.logits_hooks import FLAG, StudentLoss
@@ -240,8 +238,7 @@ def _teacher(rows: list[Row], tau: float) -> dict[str, list[Tensor]]:
 def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
     """One step of each kind by name."""
     from tasks.runtime import verl_losses as losses
-    from tasks.runtime import verl_losses as policy_losses
-    from tasks.runtime.verl_losses import ActorTerms, LikelihoodRule
+    from tasks.runtime.verl_losses import ActorTerms
 
     def spec(kind: Any, lora: LoraConfig | None = None) -> RoleSpec:
         return RoleSpec(ROLE, kind, str(tiny_dir), 5, 4, OPTIMIZER, lora)
@@ -259,31 +256,37 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
         "bradley-terry": Scenario(
             value,
             Batch(rows, group_size=2),
-            partial(losses.pairwise_loss, PairRegularization(0.0, 0.1)),
+            partial(losses.pairwise_loss, label_smoothing=0.0, center_coef=0.1),
             partial(_plain_pairs, rows, 0.1),
         ),
         "ppo": Scenario(
             language,
             ppo,
-            partial(policy_losses.policy_loss, ClipRange(0.2, 0.2, 3.0), ActorTerms()),
+            partial(losses.policy_loss, ActorTerms(), clip_low=0.2, clip_high=0.2, dual_clip=3.0),
             partial(_plain_ppo, ppo),
         ),
         "topr": Scenario(
             language,
             topr,
-            partial(policy_losses.likelihood_loss, LikelihoodRule("topr"), ActorTerms(kl_coef=0.2)),
+            partial(
+                losses.likelihood_loss,
+                ActorTerms(kl_coef=0.2),
+                kind="topr",
+                level="sequence",
+                clip_range=0.2,
+            ),
             partial(_plain_topr, topr, 0.2),
         ),
         "dpo": Scenario(
             language,
             dpo,
-            partial(policy_losses.preference_loss, 0.4, 0.0, ActorTerms()),
+            partial(losses.preference_loss, ActorTerms(), beta=0.4, label_smoothing=0.0),
             partial(_plain_dpo, dpo, 0.4),
         ),
         "critic": Scenario(
             value,
             critic,
-            partial(policy_losses.critic_loss, 0.2, "token-mean"),
+            partial(losses.critic_loss, clip_range=0.2, mode="token-mean"),
             partial(_plain_critic, critic),
         ),
         "distillation": Scenario(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tasks.algorithms.masking import Totals
-from tasks.algorithms.policy_losses import ClipRange, PolicyBatch, decoupled_ppo_loss, kl_loss
+from tasks.algorithms.policy_losses import decoupled_ppo_loss, kl_loss
 from tasks.offline_ppo.batches import Minibatch
 from tasks.offline_ppo.step import StepState, prepare_step
 from tasks.pipeline_config import OfflinePPOConfig
@@ -63,9 +63,18 @@ def _project(cfg: OfflinePPOConfig, seed: int) -> tuple[float, Tensor]:
     data, batch, now = _batch(seed)
     logprobs = now.clone().requires_grad_(True)
     inputs = prepare_step(cfg, data, batch, StepState(KL_IN_REWARD))
-    frozen = PolicyBatch(batch.proximal_logprobs, inputs.advantages, inputs.weights, batch.mask)
     totals = Totals(float(batch.mask.sum()), float(len(batch.rows)))
-    loss, _ = decoupled_ppo_loss(logprobs, frozen, totals=totals, clip=ClipRange(CLIP, CLIP, DUAL))
+    loss, _ = decoupled_ppo_loss(
+        logprobs,
+        batch.proximal_logprobs,
+        inputs.advantages,
+        inputs.weights,
+        batch.mask,
+        clip_low=CLIP,
+        clip_high=CLIP,
+        dual_clip=DUAL,
+        totals=totals,
+    )
     ref = pad(data.ref_logprobs)
     term, _ = kl_loss(logprobs, ref, batch.mask, kind="k2", coef=KL_LOSS, totals=totals)
     (loss + term).backward()
