@@ -54,15 +54,16 @@ def decoupled_ppo_loss(
     difference = now - proximal
     log_rho = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     rho = log_rho.exp()
-    surrogate = torch.maximum(-adv * rho, -adv * rho.clamp(1.0 - clip_low, 1.0 + clip_high))
-    surrogate = torch.where(adv < 0, torch.minimum(surrogate, -adv * dual_clip), surrogate)
+    cost, is_bad = -adv, adv < 0
+    surrogate = torch.maximum(cost * rho, cost * rho.clamp(1.0 - clip_low, 1.0 + clip_high))
+    surrogate = torch.where(is_bad, torch.minimum(surrogate, cost * dual_clip), surrogate)
     token_loss = weight * surrogate
     loss = aggregate(token_loss, mask, totals)
 
     log_rho, rho = log_rho.detach(), rho.detach()
     upper = (adv > 0) & (rho > 1.0 + clip_high)
-    lower = (adv < 0) & (rho < 1.0 - clip_low)
-    dual = (adv < 0) & (rho > dual_clip)
+    lower = is_bad & (rho < 1.0 - clip_low)
+    dual = is_bad & (rho > dual_clip)
     clamped = difference.detach().abs() > LOG_RATIO_LIMIT
     live = (adv * weight != 0) & ~(upper | lower | dual | clamped)
     counts = torch.stack([upper, lower, dual, live, clamped]).flatten(1).sum(1).float().unbind()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tasks.offline_ppo.config import (
     OfflinePPOConfig,
     SequenceThresholdConfig,
 )
+from tasks.offline_ppo.objectives import OBJECTIVES
 from tasks.offline_ppo.step import (
     advantages_of,
     gae_of,
@@ -224,6 +226,10 @@ def test_what_follows_a_response_that_was_cut_off_is_worth_what_the_critic_says(
 def test_what_a_loss_would_not_read_is_refused(changes: dict[str, object], unread: str) -> None:
     with pytest.raises(ValidationError, match=f"does not use {unread}"):
         OfflinePPOConfig.model_validate(changes)
+
+
+def test_every_policy_loss_has_an_objective() -> None:
+    assert get_args(OfflinePPOConfig.model_fields["policy_loss"].annotation) == tuple(OBJECTIVES)
 
 
 def test_weights_of_unknown_subsets_are_refused() -> None:
