@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-if TYPE_CHECKING:
-    from tasks.algorithms.importance import LikelihoodKind
-    from tasks.offline_ppo.config import OfflinePPOConfig
-
-# Formulas need torch, which a config, whose checks ask this table, is read without.
+# A config asks this table what a loss reads. So the table knows no config type, and formulas, which
+# need torch, are imported when they are made.
 Formula = Callable[..., Any]
 
 
@@ -26,13 +23,13 @@ class Objective:
     Args:
         columns: tensors of `batches.Minibatch` that the formula reads, beside the policy's own
             log-probabilities. Advantages, weights and a snapshot are there where they are named.
-        formula: makes ``formula(logprobs, mask=, totals=, **columns)`` from the stage's config; it
-            returns the loss and metrics as `verl_losses.actor_loss` takes them.
+        formula: makes ``formula(logprobs, mask=, totals=, **columns)`` from an `OfflinePPOConfig`;
+            it returns the loss and its metrics, see `verl_losses.actor_loss`.
         in_pairs: trains on the stored pairs alone: chosen, rejected, chosen, ...
     """
 
     columns: tuple[str, ...]
-    formula: Callable[[OfflinePPOConfig], Formula]
+    formula: Callable[[Any], Formula]
     in_pairs: bool = False
 
     @property
@@ -50,14 +47,14 @@ class Objective:
         """Rows that stay together."""
         return 2 if self.in_pairs else 1
 
-    def needs_snapshot(self, cfg: OfflinePPOConfig) -> bool:
+    def needs_snapshot(self, cfg: Any) -> bool:
         """Whether the policy's own log-probabilities enter a step before it is taken."""
         if self.uses_weights or "proximal_logprobs" in self.columns:
             return cfg.reanchor_steps > 0
         return self.uses_advantages and cfg.reward.kl_coef > 0.0
 
 
-def _ppo(cfg: OfflinePPOConfig) -> Formula:
+def _ppo(cfg: Any) -> Formula:
     from tasks.algorithms.policy_losses import decoupled_ppo_loss
 
     loss = cfg.loss
@@ -69,8 +66,8 @@ def _ppo(cfg: OfflinePPOConfig) -> Formula:
     )
 
 
-def _likelihood(kind: LikelihoodKind) -> Objective:
-    def formula(cfg: OfflinePPOConfig) -> Formula:
+def _likelihood(kind: str) -> Objective:
+    def formula(cfg: Any) -> Formula:
         from tasks.runtime.verl_losses import likelihood_loss
 
         level, clip_range = cfg.importance.level, cfg.loss.clip_high
@@ -79,7 +76,7 @@ def _likelihood(kind: LikelihoodKind) -> Objective:
     return Objective(("behavior_logprobs", "advantages"), formula)
 
 
-def _dpo(cfg: OfflinePPOConfig) -> Formula:
+def _dpo(cfg: Any) -> Formula:
     from tasks.runtime.verl_losses import preference_loss
 
     loss = cfg.loss
