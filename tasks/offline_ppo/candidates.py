@@ -196,55 +196,6 @@ class CandidateSet:
     kl: float
 
 
-@dataclass(frozen=True)
-class MergedResponses:
-    """N stored and M sampled responses, in this order.
-
-    Args:
-        rows: N + M.
-        groups: indices of the responses of each prompt, stored ones first.
-        group_of: (N + M,) int64, the prompt of each response.
-        sampled: (N + M,) bool, True = a candidate.
-    """
-
-    rows: list[Row]
-    groups: list[list[int]]
-    group_of: Tensor
-    sampled: Tensor
-
-
-def merge_candidates(
-    rows: Sequence[Row], groups: Sequence[Sequence[int]], candidates: CandidateSet
-) -> MergedResponses:
-    """Put candidates behind the stored responses; these keep their indices.
-
-    Args:
-        rows: N stored responses.
-        groups: indices of the stored responses of each prompt.
-        candidates: their ``group`` counts as ``groups`` does.
-
-    Raises:
-        DataError: a candidate belongs to no group.
-    """
-    n_stored = len(rows)
-    if len(candidates.group) and int(candidates.group.max()) >= len(groups):
-        raise DataError(
-            f"A candidate answers prompt {int(candidates.group.max())} of {len(groups)}",
-            "an index of a group",
-            "sample for the same prompts, in the same order, as the groups have",
-        )
-    merged = [list(members) for members in groups]
-    for offset, group in enumerate(candidates.group.tolist()):
-        merged[group].append(n_stored + offset)
-    group_of = torch.zeros(n_stored, dtype=torch.long)
-    for group, members in enumerate(groups):
-        group_of[list(members)] = group
-    sampled = torch.arange(n_stored + len(candidates.rows)) >= n_stored
-    return MergedResponses(
-        [*rows, *candidates.rows], merged, torch.cat([group_of, candidates.group]), sampled
-    )
-
-
 def generate_candidates(
     source: CandidateSource,
     cfg: CandidatesConfig,

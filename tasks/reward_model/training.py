@@ -20,8 +20,6 @@ from transformers import (
 )
 
 from tasks.algorithms.reward_losses import (
-    PairRegularization,
-    PairTargets,
     bradley_terry_loss,
     fit_noisy_scale,
     fitted_log_loss,
@@ -196,8 +194,11 @@ def _loss(cfg: RewardModelConfig, part: LabelledPairs, scores: Tensor) -> Tensor
         scores[:, 0],
         scores[:, 1],
         total_pairs=total,
-        targets=PairTargets(part.weights, part.margins, part.trust),
-        regularization=PairRegularization(cfg.loss.label_smoothing, cfg.loss.center_coef),
+        weights=part.weights,
+        margins=part.margins,
+        trust=part.trust,
+        label_smoothing=cfg.loss.label_smoothing,
+        center_coef=cfg.loss.center_coef,
     )
     return loss
 
@@ -321,8 +322,12 @@ class MemberTrainer:
         from tasks.runtime.verl_losses import pairwise_loss
 
         cfg, held_out = self.cfg, self.cfg.held_out
-        terms = PairRegularization(cfg.loss.label_smoothing, cfg.loss.center_coef)
-        self.session.set_loss(ROLE, partial(pairwise_loss, terms))
+        loss_fn = partial(
+            pairwise_loss,
+            label_smoothing=cfg.loss.label_smoothing,
+            center_coef=cfg.loss.center_coef,
+        )
+        self.session.set_loss(ROLE, loss_fn)
         best = BestStep(self.work_dir / name)
         best.load()
 
@@ -403,10 +408,10 @@ def pair_metrics(
     rows: list[Row] = response_rows(pairs)
     chosen, rejected = split_interleaved(session.scores(role, rows))
     loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=float(len(pairs)))
-    counts = pairwise_accuracy(chosen, rejected)
+    accuracy, tie_share = pairwise_accuracy(chosen, rejected)
     return {
-        "accuracy": float(counts.accuracy),
-        "tie_share": float(counts.tie_sum / counts.n_pairs),
+        "accuracy": accuracy,
+        "tie_share": tie_share,
         "log_loss": float(loss),
         "noisy_log_loss": noisy_log_loss(chosen - rejected, flip_rate=flip_rate),
         "fitted_log_loss": fitted_log_loss(chosen - rejected, flip_rate=flip_rate),

@@ -335,6 +335,8 @@ class Trajectories:
     def __post_init__(self) -> None:
         if self.n_stored < 0:
             object.__setattr__(self, "n_stored", len(self.rows))
+        if not len(self.ended):
+            object.__setattr__(self, "ended", torch.ones(len(self.rows), dtype=torch.bool))
         spread = float(self.rewards.std()) if len(self.rewards) > 1 else 0.0
         if not spread > 0.0:
             raise RewardError(

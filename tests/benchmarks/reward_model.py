@@ -39,7 +39,6 @@ from typing import Any, Final, Literal
 from benchmarks.machine import thread_environment
 from benchmarks.report import Block, CaseResult, SideResult
 from tasks.algorithms.packed_rows import PADDING, MergeLimit
-from tasks.algorithms.reward_losses import PairRegularization
 from tasks.algorithms.samplers import LengthGroupedSampler
 from tasks.config.shared import OptimizerConfig, RenderingConfig, RuntimeConfig, TinyModelConfig
 from tasks.data.hh import Pair
@@ -193,7 +192,7 @@ class OwnSide:
         )
         spec = RoleSpec(_ROLE, "value_model", str(model_dir), SEED, 1_000_000, optimizer)
         self.session.load(spec)
-        self.session.set_loss(_ROLE, partial(pairwise_loss, PairRegularization()))
+        self.session.set_loss(_ROLE, partial(pairwise_loss, label_smoothing=0.0, center_coef=0.0))
         lengths = [pair.longest_row_tokens for pair in pairs]
         self.sampler = LengthGroupedSampler(lengths, batch_size=batch, seed=SEED)
         self.limit = worker_limit(model_dir, runtime)

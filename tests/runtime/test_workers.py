@@ -153,12 +153,12 @@ def test_scores_and_values_equal_plain_transformers(
         model(torch.tensor([[*row.prompt_ids, *row.response_ids]])).logits[0, :, 0].detach()
         for row in rows
     ]
-    before = [x[len(row.prompt_ids) - 1 : -1] for x, row in zip(outputs, rows, strict=True)]
+    states = [x[len(row.prompt_ids) - 1 :] for x, row in zip(outputs, rows, strict=True)]
     scores = session.scores(ROLE, rows)
     torch.testing.assert_close(scores, torch.stack([x[-1] for x in outputs]), atol=1e-5, rtol=0)
     torch.testing.assert_close(session.scores(ROLE, rows[::-1]).flip(0), scores, atol=1e-5, rtol=0)
     torch.testing.assert_close(session.scores(ROLE, rows[:1]), scores[:1], atol=1e-5, rtol=0)
-    _assert_close(session.values(ROLE, rows), before)
+    _assert_close(session.values(ROLE, rows), states)
 
 
 def _bytes(directory: Path) -> bytes:
