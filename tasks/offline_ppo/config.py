@@ -768,6 +768,7 @@ class OfflinePPOConfig(StageConfig):
         """Return the settings that were changed and that nothing reads in this combination, each
         with the reason."""
         idle: dict[str, str] = {}
+        names: tuple[str, ...]
 
         def unread(why: str, section: Section, prefix: str, *names: str) -> None:
             idle.update(dict.fromkeys(changed_fields(section, prefix, *names), why))
