@@ -167,7 +167,9 @@ class BatchSource:
         steps at once."""
         rows = [self.data.rows[i] for step in steps for i in step.rows]
         proximal = values = None
-        needs_snapshot = self.objective.needs_snapshot(self.cfg)
+        needs_snapshot = self.objective.needs_snapshot(
+            self.cfg.reanchor_steps, self.cfg.reward.kl_coef
+        )
         if needs_snapshot and self.uses_critic:
             proximal, values = self.session.logprobs_and_values(ACTOR, CRITIC, rows)
         elif needs_snapshot:

@@ -59,7 +59,7 @@ class CandidateSampler(TransformersGenerator):
         Raises:
             TrainingError: a token that was not drawn from it.
         """
-        found: list[Tensor] = [Tensor()] * len(rows)
+        scored: list[Tensor] = [Tensor()] * len(rows)
         order = sorted(
             range(len(rows)), key=lambda i: (len(rows[i].prompt_ids), tuple(rows[i].prompt_ids))
         )
@@ -72,10 +72,10 @@ class CandidateSampler(TransformersGenerator):
                 logprobs, part_kl = self._score_batch([rows[i] for i in part], cfg)
                 kl += part_kl
                 for index, values in zip(part, logprobs, strict=True):
-                    found[index] = values
+                    scored[index] = values
         finally:
             torch.set_num_threads(threads)
-        return found, kl
+        return scored, kl
 
     @torch.no_grad()
     def _score_batch(
@@ -101,11 +101,11 @@ class CandidateSampler(TransformersGenerator):
             )
             logprobs[:, start:stop][real.cpu()] = result.logprobs.cpu()
             kl += float(result.kl.double().sum())
-        found = [
+        per_row = [
             values[: len(row.response_ids)].clone()
             for values, row in zip(logprobs, rows, strict=True)
         ]
-        return found, kl
+        return per_row, kl
 
     def _read_prompts(self, ids: Tensor, mask: Tensor) -> Any:
         """Return the cache of prompts, each of which is computed once."""
@@ -333,15 +333,15 @@ class _SamplingRun:
         counts: Counter[str],
         how: GenerationConfig,
     ) -> CandidateChunk:
-        found = [(prompt, ids, text) for prompt, group in kept.items() for ids, text in group]
+        answers = [(prompt, ids, text) for prompt, group in kept.items() for ids, text in group]
         logprobs, kl = self.sampler.score(
-            [Row(self.prompts[prompt], ids) for prompt, ids, _ in found], how
+            [Row(self.prompts[prompt], ids) for prompt, ids, _ in answers], how
         )
-        n_tokens = sum(len(ids) for _, ids, _ in found)
+        n_tokens = sum(len(ids) for _, ids, _ in answers)
         return CandidateChunk(
-            [prompt for prompt, _, _ in found],
-            [ids for _, ids, _ in found],
-            [text for _, _, text in found],
+            [prompt for prompt, _, _ in answers],
+            [ids for _, ids, _ in answers],
+            [text for _, _, text in answers],
             logprobs,
             counts,
             how.temperature,

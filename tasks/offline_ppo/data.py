@@ -79,7 +79,7 @@ class PolicyData:
         """Return the pairs that the filters leave, and count the others by reason."""
         filters = self.cfg.filters
         lengths = [max(len(p.chosen_ids), len(p.rejected_ids)) for p in train.rendered]
-        found = filter_rows(
+        filtered = filter_rows(
             rewards[0::2] - rewards[1::2],
             torch.tensor(lengths, dtype=torch.float32),
             [pair.flags for pair in train.pairs],
@@ -87,10 +87,10 @@ class PolicyData:
             max_length_quantile=filters.max_length_quantile,
             drop_flags=filters.drop_flags,
         )
-        self.ctx.draft.counts |= {f"filtered_{why}": n for why, n in found.dropped.items()}
-        for why, n in found.dropped.items():
+        self.ctx.draft.counts |= {f"filtered_{why}": n for why, n in filtered.dropped.items()}
+        for why, n in filtered.dropped.items():
             self.ctx.log.event(f"filtered.{why}", f"{n} of {len(train.pairs)} pairs left out")
-        return [int(i) for i in found.keep.nonzero()[:, 0]]
+        return [int(i) for i in filtered.keep.nonzero()[:, 0]]
 
     def _with_candidates(self, part: Responses, stored: Trajectories) -> Trajectories:
         """Put sampled responses behind the stored ones, where the config asks for them."""

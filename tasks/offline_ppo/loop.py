@@ -218,14 +218,14 @@ class PPOLoop:
 
     def _probe(self, facts: Mapping[str, float] | None = None) -> Actions:
         """Measure the policy; it is good where no rule doubts it."""
-        found = dict(facts or {})
+        metrics = dict(facts or {})
         if self.probe is not None:
             with self.clock.phase("probe"):
-                found |= self.probe.measure()
+                metrics |= self.probe.measure()
         self.state.probed = self.state.step
-        actions = self._observe(found)
+        actions = self._observe(metrics)
         if self.engine.passing:
-            self.state.take_probe(found.get("probe_win_rate", found.get("held_out_accuracy")))
+            self.state.take_probe(metrics.get("probe_win_rate", metrics.get("held_out_accuracy")))
         return actions
 
     def _look_back(self, actions: Actions) -> None:
@@ -286,13 +286,13 @@ class PPOLoop:
     def resume(self) -> None:
         """Go on from the newest checkpoint."""
         step = self.store.latest_step()
-        found = self.store.restore(step, self.session, self.roles)
-        if adopt_memory(self, found.get("memory")):
+        state = self.store.restore(step, self.session, self.roles)
+        if adopt_memory(self, state.get("memory")):
             self.store.restore(step, self.session, self.roles)
         self._set_losses()
-        self.sampler.load_state_dict(found["sampler"])
-        self.engine.load_state_dict(found["guards"])
-        self.state = LoopState.from_dict(found["loop"])
+        self.sampler.load_state_dict(state["sampler"])
+        self.engine.load_state_dict(state["guards"])
+        self.state = LoopState.from_dict(state["loop"])
         self.set_learning_rates()
         self.log.event("resumed", f"continuing from step {step} of {self.cfg.steps}")
         if self.state.probed < 0:
@@ -302,13 +302,13 @@ class PPOLoop:
         """Write a checkpoint of the present step."""
         with self.clock.phase("checkpoint"):
             self.history.sync()
-            found = {
+            state = {
                 "sampler": self.sampler.state_dict(),
                 "guards": self.engine.state_dict(),
                 "loop": self.state.to_dict(),
                 "memory": self.lowered,
             }
-            self.store.save(self.state.step, self.session, self.roles, found, self.state.pointers)
+            self.store.save(self.state.step, self.session, self.roles, state, self.state.pointers)
 
     def set_learning_rates(self) -> None:
         """Give all roles the share of their learning rate that the guards left."""
@@ -466,10 +466,10 @@ class LoopState:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> LoopState:
+    def from_dict(cls, plain: dict[str, Any]) -> LoopState:
         """Return the state that `to_dict` gave."""
-        pending = [Drawn(**drawn) for drawn in found["pending"]]
-        return cls(**{**found, "pending": pending})
+        pending = [Drawn(**drawn) for drawn in plain["pending"]]
+        return cls(**{**plain, "pending": pending})
 
     @property
     def pointers(self) -> dict[str, int]:

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from tasks.algorithms.importance import LikelihoodKind
 
 # A config asks this table what a loss reads. So the table knows no config type, and formulas, which
 # need torch, are imported when they are made.
@@ -47,11 +50,11 @@ class Objective:
         """Rows that stay together."""
         return 2 if self.in_pairs else 1
 
-    def needs_snapshot(self, cfg: Any) -> bool:
+    def needs_snapshot(self, reanchor_steps: int, kl_in_reward: float) -> bool:
         """Whether the policy's own log-probabilities enter a step before it is taken."""
         if self.uses_weights or "proximal_logprobs" in self.columns:
-            return cfg.reanchor_steps > 0
-        return self.uses_advantages and cfg.reward.kl_coef > 0.0
+            return reanchor_steps > 0
+        return self.uses_advantages and kl_in_reward > 0.0
 
 
 def _ppo(cfg: Any) -> Formula:
@@ -66,7 +69,7 @@ def _ppo(cfg: Any) -> Formula:
     )
 
 
-def _likelihood(kind: str) -> Objective:
+def _likelihood(kind: LikelihoodKind) -> Objective:
     def formula(cfg: Any) -> Formula:
         from tasks.runtime.verl_losses import likelihood_loss
 

@@ -138,11 +138,11 @@ class AnswerSampler:
             threads=runtime.cpu_threads,
         )
         prompts = [renderer.prompt_ids(pair.prompt)[0] for pair in pairs]
-        found = generator.generate(prompts, self.generation, self.seed)
-        rows = [Row(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
-        texts = [renderer.decode(answer) for answer in found]
+        answers = generator.generate(prompts, self.generation, self.seed)
+        rows = [Row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        texts = [renderer.decode(answer) for answer in answers]
         judged = [Judged.of(pair, "probe", text) for pair, text in zip(pairs, texts, strict=True)]
-        ended = torch.tensor([answer[-1:] == [renderer.end_of_turn_id] for answer in found])
+        ended = torch.tensor([answer[-1:] == [renderer.end_of_turn_id] for answer in answers])
         return Answers(rows, texts, self.judge.score(rows, judged, ended), ended)
 
     def sample_actor(self, scratch: Path, pairs: Sequence[Pair]) -> Answers:
@@ -193,7 +193,7 @@ class PolicyProbe:
         now = pad(self.session.logprobs(ACTOR, answers.rows))
         ref = pad(self.session.logprobs(REFERENCE, answers.rows))
         mask = mask_of(answers.rows)
-        found = {
+        metrics = {
             "kl_probe": float(masked_mean(kl_per_token(now, ref, mask, kind="k1"), mask)),
             "kl_probe_k3": float(masked_mean(kl_per_token(now, ref, mask, kind="k3"), mask)),
             # The mean surprise of the policy at its own words is its entropy.
@@ -202,10 +202,10 @@ class PolicyProbe:
             "probe_truncated_share": float((~answers.ended).float().mean()),
         }
         if answers.rewards is None or self.base.rewards is None:
-            return found
+            return metrics
         wins = (answers.rewards > self.base.rewards).float()
         ties = (answers.rewards == self.base.rewards).float()
-        return found | {
+        return metrics | {
             "probe_reward": float(answers.rewards.mean()),
             "probe_win_rate": float((wins + 0.5 * ties).mean()),
         }
