@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tasks.artifacts import file_sha256
-from tasks.data.rendering import find_end_of_turn, load_tokenizer
+from tasks.data.rendering import find_answer_frame, load_tokenizer
 from tasks.errors import ConfigError, ModelError, RlhfError
 from tasks.models import packages
 from tasks.models.loading import count_parameters, list_weight_files
@@ -181,7 +181,7 @@ def _inspect(directory: Path, name: str, revision: str | None) -> ResolvedModel:
             fix="save the model's tokenizer there: tokenizer.save_pretrained(directory)",
         )
     tokenizer = load_tokenizer(directory)
-    end_of_turn_id = find_end_of_turn(tokenizer)
+    end_of_turn_id = find_answer_frame(tokenizer, str(directory)).end_of_turn_id
     return ResolvedModel(
         path=directory,
         name=name,
