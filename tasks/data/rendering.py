@@ -167,7 +167,6 @@ class RenderedPair:
     """Token ids of a pair; the prompt is shared.
 
     Args:
-        dropped_turns: prompt turns that lost all or part of their text.
         chosen_truncated: True when the chosen response was cut and so has no end-of-turn token.
         rejected_truncated: the same for the rejected response.
     """
@@ -178,7 +177,6 @@ class RenderedPair:
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
     subset: str
-    dropped_turns: int = 0
     chosen_truncated: bool = False
     rejected_truncated: bool = False
 
@@ -388,7 +386,7 @@ def _render_pair(pair: Pair, renderer: Renderer) -> RenderedPair | str:
     try:
         chosen, chosen_truncated = renderer.response_ids(pair.chosen)
         rejected, rejected_truncated = renderer.response_ids(pair.rejected)
-        prompt, shortened = renderer.prompt_ids(pair.prompt)
+        prompt, _ = renderer.prompt_ids(pair.prompt)
     except ResponseTooLong:
         return "too_long"
     except DataError as error:
@@ -405,7 +403,6 @@ def _render_pair(pair: Pair, renderer: Renderer) -> RenderedPair | str:
         chosen_ids=chosen,
         rejected_ids=rejected,
         subset=pair.subset,
-        dropped_turns=shortened,
         chosen_truncated=chosen_truncated,
         rejected_truncated=rejected_truncated,
     )
