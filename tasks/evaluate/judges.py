@@ -574,9 +574,9 @@ class LocalJudge:
     def _prompt(self, messages: Prompt) -> Prompt | None:
         """Return a prompt that the template takes and that fits, or None."""
         try:
-            rendered = self._renderer.render_prompt(messages)
+            _, shortened = self._renderer.prompt_ids(messages)
         except DataError:
             # Templates without a system turn refuse one.
             messages = (Message("user", "\n\n".join(m.content for m in messages)),)
-            rendered = self._renderer.render_prompt(messages)
-        return None if rendered.cut or rendered.dropped_turns else messages
+            _, shortened = self._renderer.prompt_ids(messages)
+        return None if shortened else messages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -16,7 +15,7 @@ from tasks.artifacts import read_manifest
 from tasks.config.shared import STAGES
 from tasks.errors import ConfigError, MissingInputError
 from tasks.report.page import plain
-from tasks.tracking.lineage import LATEST, named_run, upstreams_of
+from tasks.tracking.lineage import LATEST, last_finished, named_run, recorded_manifest, upstreams_of
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker
 
 ABSENT: Final = "-"
@@ -208,17 +207,9 @@ def _inputs(run: RunRecord) -> dict[str, str]:
 
 def _packages(tracker: Tracker, run: RunRecord) -> dict[str, str]:
     """Return the versions that the run's artefact records; of a chain, those of its last stage."""
-    run_id = run.run_id
-    if run.stage == PIPELINE:
-        outcomes = [json.loads(run.tags.get(f"outcome.{stage}", "{}")) for stage in STAGES]
-        made = [outcome["mlflow_run_id"] for outcome in outcomes if outcome.get("mlflow_run_id")]
-        if not made:
-            return {}
-        run_id = made[-1]
-    text = tracker.read_text(run_id, "artifact.json")
-    manifest: dict[str, Any] = json.loads(text) if text else {}
-    versions: dict[str, str] = manifest.get("package_versions", {})
-    return versions
+    run_id = last_finished(run) if run.stage == PIPELINE else run.run_id
+    manifest = recorded_manifest(tracker, run_id)
+    return manifest.package_versions if manifest else {}
 
 
 def _metric_names(metrics: Sequence[Mapping[str, float]], is_complete: bool) -> list[str]:
