@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -118,7 +118,7 @@ def _add_compare(app: typer.Typer, reported: Reported) -> None:
             tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
             found = run_compare(CompareRequest(tuple(refs or ()), tracking, show_all, html))
             if as_json:
-                print(json.dumps(comparison_json(found), indent=2, allow_nan=False))
+                print(json.dumps(found.model_dump(mode="json"), indent=2, allow_nan=False))
             else:
                 print_comparison(terminal(), found)
 
@@ -233,17 +233,8 @@ def run_compare(request: CompareRequest) -> Comparison:
         tracker, refs, is_complete=request.is_complete, has_curves=request.page is not None
     )
     if request.page is not None:
-        _write(request.page, render_comparison(comparison_json(found)))
+        _write(request.page, render_comparison(found))
     return found
-
-
-def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain values, and of each row whether the runs differ in it."""
-    plain = found.model_dump(mode="json")
-    for table, kept in zip(plain["tables"], found.tables, strict=True):
-        for row, known in zip(table["rows"], kept.rows, strict=True):
-            row["differs"] = known.differs
-    return plain
 
 
 def _write(path: Path, text: str) -> None:
