@@ -259,7 +259,7 @@ def _cell(key: str, value: Any) -> str:
     if value is None:
         return "-"
     if key == "interval":
-        return interval(*value, ".2f")
+        return interval(value[0], value[1], ".2f")
     if key == "coverage":
         return f"{value:.1%}"
     return str(value) if isinstance(value, int) else f"{value:.3f}"
