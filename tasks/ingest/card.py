@@ -35,17 +35,6 @@ _PENDING_ROWS: Final = 2**18
 Array = np.ndarray[Any, Any]
 
 
-@dataclass(frozen=True)
-class Example:
-    """The first row that was left out for a reason."""
-
-    source_file: str
-    source_line: int
-    detail: str
-    raw: str
-    is_cut: bool
-
-
 class DistinctCounter:
     """Counts distinct ids of any number, which lie on disk meanwhile."""
 
@@ -100,6 +89,7 @@ class Summary:
         kept_of, left_out_of: rows by (source, subset).
         lengths: for prompt, chosen and rejected: pairs by their characters.
         margins: pairs by characters of chosen minus rejected, in bins of 100.
+        examples: the first row that was left out for each reason.
         shared_rows: validation and test rows whose conversation begins like one of train.
     """
 
@@ -111,7 +101,7 @@ class Summary:
     left_out_of: Counter[tuple[str, str]] = field(default_factory=Counter)
     split_of: Counter[tuple[str, str]] = field(default_factory=Counter)
     lengths: dict[str, Counter[int]] = field(default_factory=dict)
-    examples: dict[str, Example] = field(default_factory=dict)
+    examples: dict[str, dict[str, Any]] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
     longer_points: float = 0.0
     not_alternating: int = 0
@@ -175,21 +165,14 @@ class Summary:
 
     def add_left_out(self, entry: dict[str, Any]) -> None:
         """Count one row that was left out."""
-        reason, raw = entry["reason"], entry["raw"]
+        reason = entry["reason"]
         self.reasons[reason] += 1
         self.left_out_of[entry["source"], entry["subset"]] += 1
         named = self.lines.setdefault(reason, [])
         if len(named) < _NAMED_LINES:
             line = str(entry["source_line"])
             named.append(f"{entry['source_file']}:{line}" if self.has_many_files else line)
-        if reason not in self.examples:
-            self.examples[reason] = Example(
-                entry["source_file"],
-                entry["source_line"],
-                entry["detail"],
-                raw[:_EXAMPLE_CHARS],
-                len(raw) > _EXAMPLE_CHARS,
-            )
+        self.examples.setdefault(reason, entry)
 
     def name_left_out(self) -> str:
         """Return how many rows were left out and, by reason, their lines."""
@@ -297,11 +280,12 @@ def _length_table(summary: Summary) -> str:
 def _reason_section(reason: str, summary: Summary) -> str:
     first = summary.examples[reason]
     # JSON escapes keep control characters of a broken row out of the page.
-    raw = json.dumps(first.raw, ensure_ascii=False) + (" ..." if first.is_cut else "")
+    raw = json.dumps(first["raw"][:_EXAMPLE_CHARS], ensure_ascii=False)
+    ending = " ..." if len(first["raw"]) > _EXAMPLE_CHARS else ""
     return (
         f"### {reason}: {summary.reasons[reason]}\n\n"
-        f"First at line {first.source_line} of `{first.source_file}`: {first.detail}\n\n"
-        f"    {raw}"
+        f"First at line {first['source_line']} of `{first['source_file']}`: {first['detail']}\n\n"
+        f"    {raw}{ending}"
     )
 
 
