@@ -112,7 +112,7 @@ def compare_command(
         )
         plain = found.model_dump(mode="json")
         if html is not None:
-            write_whole(html.expanduser().absolute(), render_comparison(plain))
+            write_whole(html.expanduser().absolute(), render_comparison(found))
         if as_json:
             print(json.dumps(plain, indent=2, allow_nan=False))
         else:
