@@ -23,6 +23,7 @@ from pydantic import (
     TypeAdapter,
     ValidationError,
 )
+from pydantic_core import ErrorDetails
 
 from tasks.config.messages import message_of
 from tasks.data.hub import resolve_revision, stream_rows
@@ -116,12 +117,16 @@ def parse(where: str, row: Any, kind: TypeAdapter[T], form: str) -> T:
     try:
         return kind.validate_python(row)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        name = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "missing":
-            raise DataError(f"{where}: no field {name!r}", "it", form) from None
-        found = f"{where}: {name} is {problem['input']!r:.80}"
-        raise DataError(found, message_of(problem), form) from None
+        problems = error.errors(include_url=False)
+        found = "; ".join(map(_found, problems))
+        raise DataError(f"{where}: {found}", message_of(problems[0]), form) from None
+
+
+def _found(problem: ErrorDetails) -> str:
+    name = ".".join(map(str, problem["loc"]))
+    if problem["type"] == "missing":
+        return f"no field {name!r}"
+    return f"{name} is {problem['input']!r:.80}"
 
 
 def write_objects(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -298,8 +303,8 @@ def answers_to(path: Path, questions: Sequence[Question]) -> list[ModelAnswer]:
     if missing:
         others = " and others" if len(missing) > _SHOWN_IDS else ""
         raise DataError(
-            f"{path} has no answer to the questions {missing[:_SHOWN_IDS]}{others}, "
-            f"{len(missing)} of {len(questions)}",
+            f"{path} answers {len(questions) - len(missing)} of {len(questions)} questions; it has "
+            f"no answer to the questions {missing[:_SHOWN_IDS]}{others}",
             "answers to these questions",
             "give the file of answers that was made with this question file",
         )
