@@ -28,15 +28,13 @@ from tasks.evaluate.questions import Number, Timestamp, parse, read_objects, wri
 Text = Annotated[str, BeforeValidator(str)]
 Turn = Annotated[int, Strict(), Field(ge=1, le=2)]
 
-LOWEST_RATING: Final = 1.0
-HIGHEST_RATING: Final = 10.0
 # Second part of the judge of scores that are a reward model's, which are on no scale.
 UNBOUNDED_METHOD: Final = "standardized-score"
 
 
 def is_rating(value: float) -> bool:
     """Tell whether a number is on the scale of 1 to 10."""
-    return LOWEST_RATING <= value <= HIGHEST_RATING
+    return 1.0 <= value <= 10.0
 
 
 @dataclass(frozen=True, slots=True)

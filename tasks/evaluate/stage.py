@@ -126,26 +126,28 @@ def evaluate_models(
 
     directories = {name: model.model_dir for name, model in models.by_name.items()}
     answered, responses = collect_answers(ctx, cfg, renderer, questions, list(prompts), directories)
-    answers = {
-        name: [one.as_answer(name) for one in both] for name, both in (answered | given).items()
-    }
+    answered |= given
+    answers = {name: [one.as_answer(name) for one in all_] for name, all_ in answered.items()}
 
+    judged_by, scale = "reward_model", _REWARD_SCALE
     pairs: list[PairJudgment] = []
-    report: dict[str, Any] = {"judge": "reward_model", "scale": _REWARD_SCALE}
+    judging: dict[str, Any] = {}
     if judge is None:
         scores = [
             score
-            for name, both in (answered | given).items()
-            for score in reward_judgments(name, both, scorer, renderer)
+            for name, all_ in answered.items()
+            for score in reward_judgments(name, all_, scorer, renderer)
         ]
     else:
-        report = {"judge": judge.name, "scale": f"1 to 10, by {judge.name}"}
+        judged_by, scale = judge.name, f"1 to 10, by {judge.name}"
         scores, pairs, judging = _judge(ctx, cfg, judge, questions, answers)
     held_out = {
-        name: held_out_scores(prompts, said, scorer, renderer) for name, said in responses.items()
+        name: held_out_scores(prompts, all_, scorer, renderer) for name, all_ in responses.items()
     }
 
-    report |= {
+    report: dict[str, Any] = {
+        "judge": judged_by,
+        "scale": scale,
         "n_questions": len(questions),
         "n_held_out_prompts": len(prompts),
         "questions": questions_section(questions, answers, scores),
@@ -154,7 +156,7 @@ def evaluate_models(
     }
     if cfg.judging.pairwise:
         report["pairwise"] = pairwise_section(list(answers), pairs)
-    if judge is not None:
+    if judging:
         report["judging"] = judging
     report["gate"] = decide(cfg.gate, report)
     if preferences.manifest.config.get("source") == "demo":
@@ -212,15 +214,8 @@ def _given_answers(
     for name in cfg.answers.files:
         answers = answers_to(Path(ctx.sources[f"answers.{name}"].path), questions)
         given[name] = [
-            Answered(
-                question,
-                tuple(
-                    Response(text, truncated=is_cut)
-                    for text, is_cut in zip(answer.turns, answer.truncated, strict=True)
-                ),
-                answer.tstamp,
-            )
-            for question, answer in zip(questions, answers, strict=True)
+            Answered(question, tuple(map(Response, a.turns, (None, None), a.truncated)), a.tstamp)
+            for question, a in zip(questions, answers, strict=True)
         ]
     return given
 

@@ -138,17 +138,6 @@ def test_models_served_by_vllm_answer_as_in_this_process(run: Run) -> None:
         assert ours == theirs and ours
 
 
-def test_judge_that_refuses_everything_gives_no_score_and_fails_the_gate(run: Run) -> None:
-    with chat_server(lambda content, nth: Act(text="I cannot.")) as server:
-        found = run(server, gate={"min_score": 1.0})
-    for section in found.report["questions"].values():
-        assert (section["mean"], section["coverage"], section["failed"]) == (None, 0.0, 8)
-    assert found.report["judging"]["failures"] == {"no rating from 1 to 10 in the judge's text": 24}
-    assert found.report["gate"]["verdict"] == "failed"
-    assert found.manifest.metrics["student_judgment_coverage"] == 0.0
-    assert "student_question_score" not in found.manifest.metrics
-
-
 def test_stage_that_failed_goes_on_where_it_was(run: Run) -> None:
     with chat_server(_rate) as server:
         endpoint = {"max_concurrency": 1, "max_requests": 10}
@@ -244,13 +233,20 @@ def test_given_answers_by_the_reward_model(run: Run, tmp_path: Path) -> None:
     assert other["mean"] == other["turn_1"] and "other" not in report["held_out"]
 
 
-def test_local_model_as_judge(run: Run, upstreams: dict[str, Any]) -> None:
+def test_judge_that_cannot_judge_gives_no_score_and_fails_the_gate(
+    run: Run, upstreams: dict[str, Any]
+) -> None:
     model = load_artifact(Path(upstreams["base"]), PolicyCheckpoint).model_dir
     found = run(
         judge="transformers",
         judging={"model": str(model), "max_new_tokens": 8, "max_prompt_tokens": 1000},
+        gate={"min_score": 1.0},
     )
     # The tiny model cannot judge: that is said, and no number is made up.
     assert found.report["judge"] == "model"
-    assert found.report["questions"]["policy"]["mean"] is None
-    assert sum(found.report["judging"]["failures"].values()) == 24
+    for section in found.report["questions"].values():
+        assert (section["mean"], section["coverage"], section["failed"]) == (None, 0.0, 8)
+    assert found.report["judging"]["failures"] == {"no rating from 1 to 10 in the judge's text": 24}
+    assert found.report["gate"]["verdict"] == "failed"
+    assert found.manifest.metrics["student_judgment_coverage"] == 0.0
+    assert "student_question_score" not in found.manifest.metrics
