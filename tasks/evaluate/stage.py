@@ -119,15 +119,15 @@ def evaluate_models(
     renderer = _one_renderer(cfg, models.base, {**models.by_name, "reward": reward_model})
     ctx.draft.renderer_fingerprint = renderer.fingerprint
     questions = _questions(ctx, cfg)
-    given = _given_answers(ctx, cfg, questions)
+    from_files = _given_answers(ctx, cfg, questions)
     judge = _language_judge(ctx, cfg)
     prompts = _held_out_prompts(preferences, cfg.held_out_prompts)
     scorer = RewardScorer.load(open_session(cfg.runtime, ctx.log), reward_model)
 
     directories = {name: model.model_dir for name, model in models.by_name.items()}
     answered, responses = collect_answers(ctx, cfg, renderer, questions, list(prompts), directories)
-    answered |= given
-    answers = {name: [one.as_answer(name) for one in all_] for name, all_ in answered.items()}
+    answered |= from_files
+    answers = {name: [one.as_answer(name) for one in given] for name, given in answered.items()}
 
     judged_by, scale = "reward_model", _REWARD_SCALE
     pairs: list[PairJudgment] = []
@@ -135,14 +135,14 @@ def evaluate_models(
     if judge is None:
         scores = [
             score
-            for name, all_ in answered.items()
-            for score in reward_judgments(name, all_, scorer, renderer)
+            for name, given in answered.items()
+            for score in reward_judgments(name, given, scorer, renderer)
         ]
     else:
         judged_by, scale = judge.name, f"1 to 10, by {judge.name}"
         scores, pairs, judging = _judge(ctx, cfg, judge, questions, answers)
     held_out = {
-        name: held_out_scores(prompts, all_, scorer, renderer) for name, all_ in responses.items()
+        name: held_out_scores(prompts, said, scorer, renderer) for name, said in responses.items()
     }
 
     report: dict[str, Any] = {
