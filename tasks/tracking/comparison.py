@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import cycle
@@ -10,11 +11,11 @@ from typing import Any, Final
 
 from pydantic import BaseModel, computed_field
 
-from tasks.artifacts import read_manifest
+from tasks.artifacts import MANIFEST_NAME, read_manifest
 from tasks.config.shared import STAGES
 from tasks.errors import ConfigError, MissingInputError
 from tasks.report.page import render_html
-from tasks.tracking.lineage import LATEST, last_finished, named_run, recorded_manifest, upstreams_of
+from tasks.tracking.lineage import LATEST, last_finished, named_run, upstreams_of
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker
 
 ABSENT: Final = "-"
@@ -207,8 +208,10 @@ def _inputs(run: RunRecord) -> dict[str, str]:
 def _packages(tracker: Tracker, run: RunRecord) -> dict[str, str]:
     """Return the versions that the run's artefact records; of a chain, those of its last stage."""
     run_id = last_finished(run) if run.stage == PIPELINE else run.run_id
-    manifest = recorded_manifest(tracker, run_id)
-    return manifest.package_versions if manifest else {}
+    # Not as a manifest: another version of this program may have written it.
+    text = tracker.read_text(run_id, MANIFEST_NAME) if run_id else None
+    versions: dict[str, str] = json.loads(text or "{}").get("package_versions", {})
+    return versions
 
 
 def _metric_names(metrics: Sequence[Mapping[str, float]], is_complete: bool) -> list[str]:
