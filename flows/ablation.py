@@ -24,7 +24,7 @@ from flows.reward_model import train_reward_model
 from flows.sft import sft
 from flows.stage_run import HOOKS, describe
 from flows.stages import RunOptions
-from tasks.ablation.config import BASE, TEACHER, label_of
+from tasks.ablation.config import BASE, TEACHER, AblationConfig, label_of
 from tasks.ablation.report import (
     AblationReport,
     AblationRun,
@@ -45,16 +45,12 @@ from tasks.artifacts import (
     StudentAdapter,
     load_artifact,
 )
+from tasks.config.shared import Stage, StageConfig
 from tasks.context import run_logger
+from tasks.distill.config import DistillConfig
 from tasks.errors import ConfigError, MissingInputError, RewardError, RlhfError, TrainingError
-from tasks.pipeline_config import (
-    AblationConfig,
-    DistillConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    Stage,
-    StageConfig,
-)
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.tracking.mlflow import MetricPoint, Status, clean_name, connect
 from tasks.tracking.run_log import ProgressDisplay, StageLog
 from tasks.workspace import Workspace
@@ -128,7 +124,7 @@ def check_ablation(cfg: PipelineConfig) -> None:
     """Check all that the methods will read, before any work.
 
     Raises:
-        RlhfError: as `flows.preflight.check_inputs`.
+        RlhfError: as `flows.inputs.check_inputs`.
     """
     section = section_of(cfg)
     check_inputs(cfg, upstream_stages(section))
@@ -453,12 +449,12 @@ def _measured(ablation: Ablation, policy: Trained, job: Job) -> tuple[dict[str, 
 
     cfg, directory = ablation.config_of(job), ablation.measurements_dir
     upstream, asked = _upstream(ablation, job.seed), _asked(ablation, job.seed, job.split)
-    base = measure_policy(directory, cfg, upstream, upstream.base, asked)
-    found = measure_policy(directory, cfg, upstream, policy, asked)
+    base = measure_policy(directory, cfg.rendering, cfg.runtime, upstream, upstream.base, asked)
+    found = measure_policy(directory, cfg.rendering, cfg.runtime, upstream, policy, asked)
     figures = found.measurement.figures(base.measurement)
     if ablation.section.stage == "distill":
         teacher = _teacher_of(ablation, job.seed)
-        heard = measure_policy(directory, cfg, upstream, teacher, asked)
+        heard = measure_policy(directory, cfg.rendering, cfg.runtime, upstream, teacher, asked)
         figures |= share_of(figures, heard.measurement.figures(base.measurement))
     fields: dict[str, object] = {
         "figures": figures,
@@ -478,9 +474,9 @@ def _reference_run(ablation: Ablation, seed: int, name: str) -> AblationRun:
 
     upstream, asked = _upstream(ablation, seed), _asked(ablation, seed, "test")
     cfg, directory = ablation.cfg.offline_ppo, ablation.measurements_dir
-    base = measure_policy(directory, cfg, upstream, upstream.base, asked)
+    base = measure_policy(directory, cfg.rendering, cfg.runtime, upstream, upstream.base, asked)
     model = upstream.base if name == BASE else _teacher_of(ablation, seed)
-    found = measure_policy(directory, cfg, upstream, model, asked)
+    found = measure_policy(directory, cfg.rendering, cfg.runtime, upstream, model, asked)
     return AblationRun(
         method=name,
         setting=0,

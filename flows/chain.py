@@ -25,9 +25,10 @@ from flows.promote import champion_run
 from flows.stage_run import describe, end_dead_runs, place_tags, prefect_tags
 from flows.stages import RunOptions
 from tasks.artifacts import EvalReport, Manifest, load_artifact, read_manifest, standing_path
+from tasks.config.shared import STAGES, Stage
 from tasks.context import run_logger
 from tasks.errors import ArtifactError, MissingInputError, RlhfError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage
+from tasks.pipeline_config import PipelineConfig
 from tasks.report.page import cell, table
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Status, Tracker, connect, flat_params
 from tasks.workspace import Workspace, git_commit

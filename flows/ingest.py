@@ -10,7 +10,7 @@ from flows.inputs import input_files
 from flows.outcomes import publish_card
 from flows.stage_run import HOOKS, stage_run
 from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import IngestConfig
+from tasks.ingest.config import IngestConfig
 
 DEFAULTS = IngestConfig()
 

@@ -13,38 +13,37 @@ from pathlib import Path
 from typing import Any, Final
 
 from tasks.artifacts import ParentRef, file_sha256
-from tasks.data.hub import is_hub_id, resolve_revision
-from tasks.data.source import (
+from tasks.config.shared import (
+    STAGES,
     UNNAMED,
+    ModelConfig,
+    RuntimeConfig,
+    SourceConfig,
+    Stage,
+    StageConfig,
+    identity_fields,
+)
+from tasks.data.source import (
     InputFile,
     at_revision,
     check_same_columns,
     digest_of,
     find_files,
-    source_configs,
+    is_hub_id,
+    resolve_revision,
 )
+from tasks.distill.config import DistillConfig
 from tasks.errors import ClusterError, ConfigError, MissingInputError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.endpoint import read_key
 from tasks.evaluate.prompts import OWN, load_judge_prompts
 from tasks.evaluate.questions import answers_to, download_questions, read_questions, read_references
 from tasks.evaluate.vllm import check_program
+from tasks.ingest.config import IngestConfig, TokenColumnsConfig
 from tasks.ingest.sources import check_file
-from tasks.pipeline_config import (
-    STAGES,
-    DistillConfig,
-    EvaluateConfig,
-    IngestConfig,
-    ModelConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    RuntimeConfig,
-    SftConfig,
-    SourceConfig,
-    Stage,
-    StageConfig,
-    TokenColumnsConfig,
-    identity_fields,
-)
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.sft.config import SftConfig
 from tasks.workspace import Workspace
 
 # What an evaluation reads besides the chain's models: files, hub data sets, keys.
@@ -118,7 +117,7 @@ def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
 
 def demo_questions(workspace: Workspace) -> Path:
     """Write the demo world's questions, the same bytes every time, and return their file."""
-    from tasks.demo.questions import write_questions
+    from tasks.demo.world import write_questions
 
     return Path(write_questions(workspace.cache_dir / "demo-questions.jsonl"))
 
@@ -191,7 +190,7 @@ def _ingest_sources(cfg: IngestConfig, workspace: Workspace) -> dict[str, Parent
     if is_demo(cfg):
         return {"source": file_source(preference_file(cfg, workspace), "ingest.source")}
     found = {}
-    for source in source_configs(cfg):
+    for source in cfg.all_sources:
         name = source.name if source.name == UNNAMED else f"{UNNAMED}.{source.name}"
         found[name] = _source_ref(source)
     if cfg.tokens is not None:
@@ -227,7 +226,7 @@ def _ingest_fields(cfg: IngestConfig, fields: dict[str, Any]) -> dict[str, Any]:
     fields = {**fields, "source": subset_name(cfg), "demo": None}
     if cfg.splits.assign == "file":
         # A lone file counts by its content alone, but then its name says which split it is.
-        splits = [file.split for source in source_configs(cfg) for file in find_files(source)]
+        splits = [file.split for source in cfg.all_sources for file in find_files(source)]
         fields["splits"] = {**fields["splits"], "files": splits}
     if cfg.tokens is not None:
         fields["tokens"] = {**fields["tokens"], "model_dir": "directory"}
@@ -258,7 +257,7 @@ def input_files(cfg: IngestConfig, sources: Mapping[str, ParentRef]) -> list[Inp
         path = sources[UNNAMED].path
         return [InputFile(path, Path(path).name, DEMO, DEMO)]
     files = []
-    for source in source_configs(cfg):
+    for source in cfg.all_sources:
         name = source.name if source.name == UNNAMED else f"{UNNAMED}.{source.name}"
         for file in find_files(source):
             commit = sources[name].path.rpartition("@")[2]
@@ -329,7 +328,7 @@ def check_sources(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None
         ConfigError: a reward file without the function named.
     """
     if "ingest" in stages and not is_demo(cfg.ingest):
-        for source in source_configs(cfg.ingest):
+        for source in cfg.ingest.all_sources:
             check_preferences(source)
     if "evaluate" in stages:
         check_evaluation(cfg.evaluate, Workspace.from_environment())

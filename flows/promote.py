@@ -12,9 +12,9 @@ from pydantic import BaseModel
 
 from flows.stages import STAGE_SPECS
 from tasks.artifacts import EvalReport, StudentAdapter, load_artifact
+from tasks.config.shared import STAGES, PromotionConfig, Stage, TrackingConfig
 from tasks.context import run_logger
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
-from tasks.pipeline_config import STAGES, PromotionConfig, Stage, TrackingConfig
 from tasks.tracking.lineage import registered_version
 from tasks.tracking.mlflow import RunRecord, Tracker, connect
 from tasks.tracking.registry import (

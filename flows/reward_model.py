@@ -8,7 +8,7 @@ from prefect import flow
 
 from flows.stage_run import HOOKS, stage_run
 from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import RewardModelConfig
+from tasks.reward_model.config import RewardModelConfig
 
 DEFAULTS = RewardModelConfig()
 

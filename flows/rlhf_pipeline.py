@@ -16,7 +16,8 @@ from flows.reward_model import train_reward_model
 from flows.sft import sft
 from flows.stage_run import HOOKS
 from flows.stages import AS_GIVEN, completed
-from tasks.pipeline_config import PipelineConfig, Stage
+from tasks.config.shared import Stage
+from tasks.pipeline_config import PipelineConfig
 
 DEFAULTS = PipelineConfig()
 

@@ -42,9 +42,10 @@ from tasks.artifacts import (
     newest_artifact,
     read_manifest,
 )
+from tasks.config.shared import Stage, StageConfig, TrackingConfig
 from tasks.context import StageContext, run_logger
 from tasks.errors import MissingInputError, RlhfError, StageTimeoutError, WorkspaceError
-from tasks.pipeline_config import EvaluateConfig, Stage, StageConfig, TrackingConfig
+from tasks.evaluate.config import EvaluateConfig
 from tasks.tracking.lineage import LATEST, resolve_reference, upstream_tags
 from tasks.tracking.mlflow import (
     TRIAL,

@@ -18,8 +18,9 @@ from tasks.artifacts import (
 )
 from tasks.config.loading import find_config, load_config
 from tasks.config.messages import problems_of
+from tasks.config.shared import PositiveInt, Section, Stage, TrackingConfig
 from tasks.errors import ConfigError
-from tasks.pipeline_config import PipelineConfig, PositiveInt, Section, Stage, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 
 
 @dataclass(frozen=True)

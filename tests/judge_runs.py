@@ -9,11 +9,11 @@ from typing import Any
 from chat_server import ChatServer
 
 from tasks.data.history import LineStore
+from tasks.evaluate.config import EndpointConfig
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
 from tasks.evaluate.judges import EndpointJudge, Graded, GradingPlan, Sampling, grade
 from tasks.evaluate.prompts import load_judge_prompts
 from tasks.evaluate.questions import ModelAnswer, Question
-from tasks.pipeline_config import EndpointConfig
 
 
 def endpoint_of(server: ChatServer | str, **changes: Any) -> EndpointConfig:

@@ -33,16 +33,10 @@ from flows.inputs import (
     uses_gpus,
 )
 from flows.services.prefect_server import API_URL, is_healthy
+from tasks.config.shared import STAGES, LoraConfig, ModelConfig, RenderingConfig, RuntimeConfig
 from tasks.errors import RlhfError, sentence
-from tasks.pipeline_config import (
-    STAGES,
-    LoraConfig,
-    ModelConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    RenderingConfig,
-    RuntimeConfig,
-)
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import DISTRIBUTION, Workspace, package_versions
 
 #

@@ -14,6 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli.shared import say
 from flows.inputs import check_inputs
 from flows.outcomes import STOPPED, RunMonitor, StageOutcome, chain_rows, monitored, summary_of
 from flows.services.prefect_server import (
@@ -22,8 +23,9 @@ from flows.services.prefect_server import (
     start_prefect_api,
     termination_as_interrupt,
 )
+from tasks.config.shared import STAGES, Stage, TrackingConfig
 from tasks.errors import ConfigError, RlhfError, without_credentials
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -196,7 +198,7 @@ def print_ablation(console: Console, workspace: Workspace, monitor: RunMonitor) 
     failures = sum(len(method.failures) for method in report.methods)
     if failures:
         console.print(f"{failures} runs failed; ablation.md says why.", style="red")
-    console.print(f"Files: {directory}", highlight=False, soft_wrap=True, markup=False)
+    say(console, f"Files: {directory}")
     print_cost(console, monitor)
 
 
@@ -223,7 +225,7 @@ def print_places(
     """Print how to see the runs in both UIs."""
     console.print()
     for line in ui_commands(workspace, tracking, prefect_url):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, line)
 
 
 def ui_commands(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Final, Protocol, TypeVar
 
+from tasks.config.shared import GenerationConfig
 from tasks.context import RunLog
 from tasks.data.hh import Message
 from tasks.data.history import LineStore
@@ -19,7 +20,6 @@ from tasks.evaluate.judges import ask_all, run_async
 from tasks.evaluate.judgments import UNBOUNDED_METHOD, Score
 from tasks.evaluate.questions import ModelAnswer, Question, temperature_for
 from tasks.evaluate.report import HeldOut
-from tasks.pipeline_config import GenerationConfig
 from tasks.runtime.generation import Prompt, Speaker
 from tasks.runtime.rows import Row
 from tasks.runtime.scoring import RewardScorer

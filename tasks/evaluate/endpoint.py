@@ -19,7 +19,7 @@ import httpx
 
 from tasks.data.hh import Message
 from tasks.errors import ClusterError, ConfigError, RlhfError
-from tasks.pipeline_config import EndpointConfig
+from tasks.evaluate.config import EndpointConfig
 
 # Keys of endpoints: from the environment, and nowhere else.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from tasks.context import StageContext
 from tasks.data.history import LineStore
 from tasks.evaluate.answers import Answered, Heard, Said
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
 from tasks.evaluate.judges import EndpointJudge, Judge, LocalJudge, LocalModel, Sampling
 from tasks.evaluate.questions import (
@@ -18,13 +19,12 @@ from tasks.evaluate.questions import (
     read_references,
     with_references,
 )
-from tasks.pipeline_config import EvaluateConfig
 
 
 def evaluation_questions(ctx: StageContext, cfg: EvaluateConfig) -> list[Question]:
     """Return the questions, with a separate file's references where they have none."""
     if cfg.questions == "demo":
-        from tasks.demo.questions import write_questions
+        from tasks.demo.world import write_questions
 
         path = Path(write_questions(ctx.workspace.cache_dir / "demo-questions.jsonl"))
     else:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.history import LineStore
 from tasks.data.rendering import Renderer
@@ -21,7 +22,6 @@ from tasks.evaluate.endpoint import ChatEndpoint, ChatReply, ChatRequest
 from tasks.evaluate.judgments import PairJudgment, Score, Verdict, parse_rating, parse_verdict
 from tasks.evaluate.prompts import JudgePrompts, Kind, Turns, judge_messages
 from tasks.evaluate.questions import ModelAnswer, Question
-from tasks.pipeline_config import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import Prompt, Speaker
 
 R = TypeVar("R")
@@ -574,9 +574,9 @@ class LocalJudge:
     def _prompt(self, messages: Prompt) -> Prompt | None:
         """Return a prompt that the template takes and that fits, or None."""
         try:
-            rendered = self._renderer.render_prompt(messages)
+            _, shortened = self._renderer.prompt_ids(messages)
         except DataError:
             # Templates without a system turn refuse one.
             messages = (Message("user", "\n\n".join(m.content for m in messages)),)
-            rendered = self._renderer.render_prompt(messages)
-        return None if rendered.cut or rendered.dropped_turns else messages
+            _, shortened = self._renderer.prompt_ids(messages)
+        return None if shortened else messages

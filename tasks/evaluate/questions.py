@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from tasks.data.hub import resolve_revision, stream_rows
-from tasks.data.source import read_lines
+from tasks.artifacts import appearing
+from tasks.data.source import read_lines, resolve_revision, stream_rows
 from tasks.errors import DataError
 
 _COUNTS: Final = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -372,9 +372,8 @@ def download_questions(name: str, cache_dir: Path) -> Path:
         rows = stream_rows({"path": name, "revision": commit, "split": "train"})
         questions = list(questions_of(name, rows))
         cache_dir.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".part")
-        write_questions(unfinished, questions)
-        unfinished.replace(path)
+        with appearing(path) as temporary:
+            write_questions(temporary, questions)
     return path
 
 

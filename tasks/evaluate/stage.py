@@ -22,7 +22,6 @@ from tasks.artifacts import (
     StudentAdapter,
 )
 from tasks.context import StageContext
-from tasks.data.gate import BASELINE, decide
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer, render_pairs
 from tasks.demo.oracle import clean_accuracy, good_rate
@@ -41,7 +40,9 @@ from tasks.evaluate.answers import (
     held_out_scores,
     reward_judgments,
 )
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
+from tasks.evaluate.gate import BASELINE, decide
 from tasks.evaluate.inputs import (
     evaluation_questions,
     given_answers,
@@ -73,7 +74,6 @@ from tasks.evaluate.report import (
     render_report,
 )
 from tasks.evaluate.vllm import served
-from tasks.pipeline_config import EvaluateConfig
 from tasks.runtime.generation import Prompt, Speaker
 from tasks.runtime.rows import response_rows
 from tasks.runtime.scoring import RewardScorer

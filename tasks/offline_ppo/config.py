@@ -21,12 +21,15 @@ from tasks.config.shared import (
     Section,
     Share,
     StageConfig,
+    changed_fields,
     check_budget,
     check_shares,
+    later,
     setting,
 )
 from tasks.data.quarantine import REASONS
 from tasks.errors import ConfigError
+from tasks.offline_ppo.objectives import OBJECTIVES
 
 # Configuration of candidate responses: more trajectories than the dataset stores.
 
@@ -127,7 +130,7 @@ class GuardMetric(NamedTuple):
 
 
 _ANY: Final = GuardMetric()
-_PPO: Final = GuardMetric("policy_loss ppo", lambda cfg: cfg.policy_loss == "ppo")
+_PPO: Final = GuardMetric("policy_loss ppo", lambda cfg: OBJECTIVES[cfg.policy_loss].uses_weights)
 _REWARDED: Final = GuardMetric(
     "reward.components beside labels", lambda cfg: set(cfg.reward.components) != {"labels"}
 )
@@ -157,7 +160,9 @@ GUARD_METRICS: Final = {
     "ess_share": _PPO,
     "weight_max": _PPO,
     "live_gradient_share": GuardMetric(
-        "a policy_loss other than dpo", lambda cfg: cfg.policy_loss != "dpo", "live_gradient"
+        "a policy_loss other than dpo",
+        lambda cfg: OBJECTIVES[cfg.policy_loss].uses_advantages,
+        "live_gradient",
     ),
     "entropy": GuardMetric("loss.entropy_coef above 0", lambda cfg: cfg.loss.entropy_coef > 0.0),
     "explained_variance": GuardMetric(
@@ -390,6 +395,12 @@ class SamplerConfig(Section):
     correct_priority: bool = Field(
         True, description="Weigh responses so that a prioritised draw leaves the mean as it is."
     )
+    path: str | None = later(
+        None,
+        description="Python file with a sampler of your own, in place of all of the above: a class "
+        "with draw, state and resume (tasks/offline_ppo/batches.py: Sampler).",
+    )
+    name: str = later("Sampler", description="Name of the class in that file.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -398,6 +409,9 @@ class SamplerConfig(Section):
                 f"subset_weights names {sorted(self.subset_weights)}, but stratify is off; turn it "
                 "on or take the weights out"
             )
+        unread = changed_fields(self, "sampler", "stratify", "priority")
+        if self.path is not None and unread:
+            raise ValueError(f"the sampler of {self.path} does not read {unread}; take them out")
         return self
 
 
@@ -533,6 +547,12 @@ class RewardConfig(Section):
     )
     function_path: str | None = Field(None, description="Python file with the reward function.")
     function_name: str = Field("reward_fn", description="Name of the function in that file.")
+    function_seconds: PositiveFloat = setting(
+        60.0, description="Longest time that the function may take for one response."
+    )
+    function_memory_gib: PositiveFloat = setting(
+        8.0, description="Memory that the function's process may hold (Linux)."
+    )
     normalize: Literal["standardize", "unit_range", "raw", "binary"] = Field(
         "standardize",
         description="Of the score: standardize (by mean and deviation of the training scores), "
@@ -744,6 +764,98 @@ class OfflinePPOConfig(StageConfig):
             )
         return self
 
+    def settings_without_effect(self) -> dict[str, str]:
+        """Return the settings that were changed and that nothing reads in this combination, each
+        with the reason."""
+        idle: dict[str, str] = {}
+        names: tuple[str, ...]
+
+        def unread(why: str, section: Section, prefix: str, *names: str) -> None:
+            idle.update(dict.fromkeys(changed_fields(section, prefix, *names), why))
+
+        policy_loss, advantage, estimator = (
+            self.policy_loss,
+            self.advantage,
+            self.advantage.estimator,
+        )
+        by_loss = f"policy_loss is {policy_loss}"
+        by_estimator = f"advantage.estimator is {estimator}"
+        if policy_loss == "dpo":
+            unread(by_loss, advantage, "advantage")
+            unread(by_loss, self.behavior, "behavior")
+        if policy_loss != "dpo":
+            unread(by_loss, self.loss, "loss", "dpo_beta", "dpo_label_smoothing")
+        if policy_loss != "ppo":
+            unread(by_loss, self.loss, "loss", "clip_low", "dual_clip")
+            unread(by_loss, self.importance, "importance", "cap")
+        if policy_loss not in ("ppo", "a_lol"):
+            unread(by_loss, self.loss, "loss", "clip_high")
+        if policy_loss in ("positives_only", "dpo"):
+            unread(by_loss, self.importance, "importance", "level")
+        if self.loss.kl_coef == 0.0:
+            unread("loss.kl_coef is 0", self.loss, "loss", "kl_kind")
+        if estimator != "gae":
+            unread(by_estimator, self.critic, "critic")
+            unread(by_estimator, advantage, "advantage", "gae_lambda")
+        if estimator in ("group", "rloo"):
+            unread(by_estimator, advantage, "advantage", "gamma")
+            why = f"{by_estimator}, whose baseline takes a prompt's mean away"
+            unread(why, self.reward, "reward", "center")
+        else:
+            unread(f"{by_estimator}, which always whitens", advantage, "advantage", "whiten")
+        if estimator != "group":
+            unread(by_estimator, advantage, "advantage", "normalize_std")
+        if advantage.control_variate.kind != "fitted":
+            why = f"advantage.control_variate.kind is {advantage.control_variate.kind}"
+            unread(why, advantage.control_variate, "advantage.control_variate", "features")
+        if (estimator, advantage.control_variate.kind, advantage.normalize_std) == (
+            "group",
+            "leave_one_out",
+            True,
+        ):
+            why = "the group advantage takes the mean away and divides the factor out again"
+            unread(why, advantage.control_variate, "advantage.control_variate", "kind")
+        if self.behavior.policy != "cloned":
+            why = f"behavior.policy is {self.behavior.policy}"
+            names = ("clone_epochs", "clone_batch_pairs", "clone_optimizer")
+            unread(why, self.behavior, "behavior", *names)
+        if self.reward.normalize in ("raw", "binary"):
+            why = f"reward.normalize is {self.reward.normalize}"
+            unread(why, self.reward, "reward", "clip")
+        if not any(name.split(".")[0] == "reward_model" for name in self.reward.components):
+            why = "reward.components has no reward_model"
+            unread(why, self.reward, "reward", "normalize", "clip")
+        if "function" not in self.reward.components:
+            names = ("function_path", "function_name", "function_seconds", "function_memory_gib")
+            unread("reward.components has no function", self.reward, "reward", *names)
+        if self.reward.kl_target is None:
+            unread("reward.kl_target is not set", self.reward, "reward", "kl_horizon")
+        if self.sampler.priority == "none":
+            names = ("priority_exponent", "uniform_share", "epoch_share", "correct_priority")
+            unread("sampler.priority is none", self.sampler, "sampler", *names)
+        if self.sampler.path is None:
+            unread("sampler.path is not set", self.sampler, "sampler", "name")
+        sequence, of_sequence = self.filters.sequence, "filters.sequence"
+        if sequence.mode != "fixed":
+            unread(f"{of_sequence}.mode is {sequence.mode}", sequence, of_sequence, "tau")
+        if sequence.mode != "adaptive":
+            names = ("tau_min", "tau_max", "smoothing")
+            unread(f"{of_sequence}.mode is {sequence.mode}", sequence, of_sequence, *names)
+        if self.candidates.per_prompt == 0:
+            unread("candidates.per_prompt is 0", self.candidates, "candidates")
+        elif self.candidates.kl_bound is None:
+            names = ("temperature_scale", "min_temperature")
+            unread("candidates.kl_bound is not set", self.candidates, "candidates", *names)
+        if not self.guards.enabled:
+            names = ("rules", "thresholds", "max_rollbacks")
+            unread("guards.enabled is false", self.guards, "guards", *names)
+        if self.report.prompts == 0:
+            unread("report.prompts is 0", self.report, "report", "max_new_tokens")
+        idle.update(
+            dict.fromkeys(self.optimizer.idle("optimizer"), "optimizer.schedule is constant")
+        )
+        return idle
+
     @property
     def sleeping_rules(self) -> dict[GuardRuleConfig, str]:
         """Return the rules whose metric this run never reports, each with the reason."""
@@ -765,13 +877,14 @@ class OfflinePPOConfig(StageConfig):
 
     def _check_policy_loss(self) -> None:
         """Refuse settings that the chosen loss would not read."""
-        unread = []
-        if self.policy_loss != "ppo":
+        unread, objective = [], OBJECTIVES[self.policy_loss]
+        if not objective.uses_weights:
             unread += ["filters.sequence"] if self.filters.sequence.mode != "off" else []
             unread += ["reward.kl_target"] if self.reward.kl_target is not None else []
-        if self.policy_loss == "dpo":
+        if objective.in_pairs and self.candidates.per_prompt:
+            unread += ["candidates.per_prompt"]
+        if not objective.uses_advantages:
             unread += ["sampler.priority"] if self.sampler.priority != "none" else []
-            unread += ["candidates.per_prompt"] if self.candidates.per_prompt else []
             unread += ["advantage.estimator gae"] if self.advantage.estimator == "gae" else []
         if unread:
             raise ValueError(

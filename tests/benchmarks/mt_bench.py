@@ -34,10 +34,11 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.run import PEER_PYTHON, ROOT
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.history import LineStore
 from tasks.data.rendering import Renderer
 from tasks.evaluate.answers import AnswerPlan, LocalAnswerer, answer_questions
-from tasks.evaluate.config import EndpointConfig
+from tasks.evaluate.config import EndpointConfig, EvaluateConfig
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
 from tasks.evaluate.judges import EndpointJudge, GradingPlan, Sampling, grade
 from tasks.evaluate.judgments import Score, write_scores
@@ -45,7 +46,6 @@ from tasks.evaluate.prompts import OWN, load_judge_prompts
 from tasks.evaluate.questions import ModelAnswer, Question, read_questions, write_answers
 from tasks.evaluate.report import failure_counts, questions_section, render_page
 from tasks.models.sources import resolve_model
-from tasks.pipeline_config import EvaluateConfig, GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import Speaker
 from tasks.tracking.run_log import ProgressDisplay
 from tasks.workspace import Workspace

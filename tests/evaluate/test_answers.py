@@ -9,6 +9,7 @@ import pytest
 from chat_server import Act, chat_server
 from judge_runs import endpoint_of
 
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.history import LineStore
 from tasks.data.rendering import Renderer
@@ -26,7 +27,6 @@ from tasks.evaluate.answers import (
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
 from tasks.evaluate.inputs import usage_in
 from tasks.evaluate.questions import Question
-from tasks.pipeline_config import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import Speaker
 
 LIMITS = RenderingConfig(max_prompt_tokens=96, max_response_tokens=32)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasks.pipeline_config import AnswersConfig, EvaluateConfig, identity_fields
+from tasks.config.shared import identity_fields
+from tasks.evaluate.config import AnswersConfig, EvaluateConfig
 
 SERVED = {"base": "b", "policy": "p", "student": "s"}
 

@@ -22,10 +22,10 @@ from chat_server import GOOD, Act, ChatServer, chat_server
 from judge_runs import endpoint_of, plan_of, run
 
 from tasks.errors import ClusterError, ConfigError
+from tasks.evaluate.config import EndpointConfig
 from tasks.evaluate.endpoint import ChatEndpoint, retry_after_seconds
 from tasks.evaluate.judgments import score_model, summarize_pairs
 from tasks.evaluate.questions import ModelAnswer
-from tasks.pipeline_config import EndpointConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "judge_runs.py"

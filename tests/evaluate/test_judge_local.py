@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tasks.config.shared import RuntimeConfig
 from tasks.data.hh import Message
 from tasks.evaluate.judges import JudgeOutcome, JudgeTask, LocalJudge, LocalModel, Sampling
-from tasks.pipeline_config import RuntimeConfig
 
 RUNTIME = RuntimeConfig(device="cpu", cpu_threads=1)
 ASK = (Message("system", "Judge."), Message("user", "How good is this?"))

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tasks.errors import DataError, MissingInputError
+from tasks.evaluate.config import JudgingConfig
 from tasks.evaluate.prompts import JudgePrompts, judge_messages, load_judge_prompts, template_name
 from tasks.evaluate.questions import Question, read_questions, read_references, with_references
-from tasks.pipeline_config import JudgingConfig
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 CATEGORIES = JudgingConfig().reference_categories

@@ -13,13 +13,13 @@ import pytest
 from chat_server import Act, ChatServer, chat_server
 from student_runs import evaluation_inputs
 
-from flows.cli.score_judgments import JudgmentRequest, score_judgments
+from flows.cli.score_judgments import score_judgments
 from flows.evaluate import evaluate
 from tasks.artifacts import EvalReport, PolicyCheckpoint, load_artifact
 from tasks.config.loading import load_config, merge
 from tasks.errors import ClusterError, ConfigError, DataError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import ModelAnswer, write_answers
-from tasks.pipeline_config import EvaluateConfig
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +108,7 @@ def test_judged_over_http_in_both_ways(
     rows = _rows(found.path / "model_judgment" / "student.jsonl")
     assert len(rows) == 16 and rows[0]["judge"][1].startswith("rlhf-flows-single")
     files = sorted((found.path / "model_judgment").iterdir())
-    again = score_judgments(JudgmentRequest(files))
+    again = score_judgments(files)
     assert {row.model: row.mean.value for row in again.rows if row.mean} == {
         name: section["mean"] for name, section in report["questions"].items()
     }

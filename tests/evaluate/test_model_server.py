@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from flows.inputs import check_evaluation
+from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Message
 from tasks.errors import ClusterError, ConfigError
 from tasks.evaluate.answers import Asked, EndpointAnswerer
-from tasks.evaluate.config import VllmConfig
+from tasks.evaluate.config import AnswersConfig, EvaluateConfig, VllmConfig
 from tasks.evaluate.endpoint import ChatEndpoint
 from tasks.evaluate.vllm import served, server_command
-from tasks.pipeline_config import AnswersConfig, EvaluateConfig, GenerationConfig
 from tasks.runtime import session as cluster
 from tasks.workspace import Workspace
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tasks.errors import DataError, MissingInputError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import (
     ModelAnswer,
     Question,
@@ -23,7 +24,6 @@ from tasks.evaluate.questions import (
     write_objects,
     write_questions,
 )
-from tasks.pipeline_config import EvaluateConfig
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 

@@ -22,9 +22,9 @@ from tasks.data.pairs import read_pairs
 from tasks.demo.oracle import clean_accuracy, good_rate, is_good, parse_transcript
 from tasks.demo.world import generate_pairs
 from tasks.errors import ClusterError, RendererMismatchError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import Question
 from tasks.evaluate.stage import _Asked, _HeldOutPrompts, _listen
-from tasks.pipeline_config import EvaluateConfig
 
 CHAIN = load_config(Path(__file__).parents[1] / "small_chain.yaml")
 MODELS = ("base", "policy", "student")

@@ -14,8 +14,10 @@ from flows.chain import chain_run
 from flows.stage_run import HOOKS, stage_run
 from flows.stages import STAGE_SPECS, RunOptions
 from tasks.artifacts import KINDS, Artifact, build_artifact, newest_artifact
+from tasks.config.shared import STAGES, Stage
 from tasks.context import StageContext
-from tasks.pipeline_config import STAGES, DemoWorldConfig, IngestConfig, PipelineConfig, Stage
+from tasks.ingest.config import DemoWorldConfig, IngestConfig
+from tasks.pipeline_config import PipelineConfig
 
 SMALL = PipelineConfig(ingest=IngestConfig(demo=DemoWorldConfig(n_pairs=60)))
 DEFAULT_OPTIONS = RunOptions()

@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from flows.chain import champion_manifests, differences
 from flows.promote import champion_run, stale_artifacts
 from tasks.artifacts import Manifest
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 from tasks.tracking.lineage import resolve_reference
 from tasks.tracking.mlflow import PIPELINE, Tracker
 

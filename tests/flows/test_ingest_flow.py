@@ -17,7 +17,8 @@ from flows.ingest import ingest
 from flows.inputs import raw_sources, result_fields
 from flows.stages import RunOptions
 from tasks.artifacts import PreferenceDataset, fingerprint, load_artifact
-from tasks.pipeline_config import IngestConfig, SourceConfig
+from tasks.config.shared import SourceConfig
+from tasks.ingest.config import IngestConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.workspace import Workspace
 

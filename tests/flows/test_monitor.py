@@ -26,8 +26,8 @@ from flows.outcomes import (
     tree_rss_bytes,
     write_summary,
 )
+from tasks.config.shared import TrackingConfig
 from tasks.errors import WorkspaceError
-from tasks.pipeline_config import TrackingConfig
 from tasks.tracking.lineage import LineageNode
 from tasks.workspace import Workspace
 

@@ -21,19 +21,15 @@ from flows.inputs import (
     subset_name,
 )
 from tasks.artifacts import file_sha256
+from tasks.config.shared import ModelConfig, RuntimeConfig
+from tasks.distill.config import DistillConfig
 from tasks.errors import ClusterError, ConfigError, DataError, MissingInputError, ModelError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import ModelAnswer, read_questions, write_answers
-from tasks.pipeline_config import (
-    DistillConfig,
-    EvaluateConfig,
-    IngestConfig,
-    ModelConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    RewardConfig,
-    RuntimeConfig,
-    SftConfig,
-)
+from tasks.ingest.config import IngestConfig
+from tasks.offline_ppo.config import OfflinePPOConfig, RewardConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.sft.config import SftConfig
 from tasks.workspace import Workspace
 
 

@@ -23,8 +23,8 @@ from flows.promote import (
     rollback,
 )
 from tasks.artifacts import StudentAdapter, load_artifact
+from tasks.config.shared import PromotionConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
-from tasks.pipeline_config import PromotionConfig, TrackingConfig
 from tasks.tracking.mlflow import Tracker
 from tasks.tracking.registry import (
     CHAMPION,

@@ -18,7 +18,8 @@ from service_client import CHAIN, SERVICES, Services, wait_for
 from flows.outcomes import StageOutcome
 from flows.stages import STAGE_SPECS
 from tasks.config.loading import load_config
-from tasks.pipeline_config import STAGES, PipelineConfig, TrackingConfig
+from tasks.config.shared import STAGES, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.tracking.mlflow import PIPELINE, connect
 from tasks.workspace import Workspace

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import response_logprobs
 from policy_runs import tags_of
 
 from flows.ingest import ingest
@@ -22,9 +23,10 @@ from tasks.artifacts import (
     load_artifact,
 )
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import TrackingConfig
 from tasks.data.columns import TokenColumns, read_token_columns
-from tasks.data.hh import Pair
-from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.hh import SPLITS, Pair
+from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import (
     ConfigError,
@@ -34,9 +36,8 @@ from tasks.errors import (
     RewardError,
     TrainingError,
 )
-from tasks.models.loading import load_causal_lm, response_logprobs
-from tasks.offline_ppo.config import GUARD_METRICS
-from tasks.pipeline_config import OfflinePPOConfig, TrackingConfig
+from tasks.models.loading import load_causal_lm
+from tasks.offline_ppo.config import GUARD_METRICS, OfflinePPOConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 

@@ -21,9 +21,11 @@ from flows.reward_model import train_reward_model
 from flows.stages import RunOptions
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import RuntimeConfig
 from tasks.errors import ClusterError
 from tasks.offline_ppo import loop as ppo_loop
-from tasks.pipeline_config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.runtime import session
 from tasks.runtime.placement import release, reserve
 from tasks.runtime.rows import ACTOR, CRITIC, HostSpec
