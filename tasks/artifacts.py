@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Final, TypeVar
 import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from tasks.config.shared import STAGES
 from tasks.errors import ArtifactError, MissingInputError, WorkspaceError
+from tasks.pipeline_config import STAGES
 
 # What a reward model's artefact says of its components: ``reward.json``.
 

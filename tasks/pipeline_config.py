@@ -8,13 +8,12 @@ produces (addresses, thread counts, logging) and stay out of its fingerprint.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, model_validator
 
 from tasks.ablation.config import AblationConfig, MethodConfig
 from tasks.config.shared import (
-    STAGES,
     CheckpointConfig,
     GenerationConfig,
     LoraConfig,
@@ -27,7 +26,6 @@ from tasks.config.shared import (
     Section,
     Seed,
     Share,
-    Stage,
     StageConfig,
     TinyModelConfig,
     check_budget,
@@ -129,6 +127,10 @@ __all__ = [
     "WeightSearchConfig",
     "identity_fields",
 ]
+
+# In the chain's order; each is a section of `PipelineConfig` and a record of `flows.stages`.
+Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 class SftConfig(StageConfig):

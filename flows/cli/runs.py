@@ -141,10 +141,10 @@ def _add_promotion(app: typer.Typer, reported: Reported) -> None:
     ) -> None:
         """Make a student the champion; who, when and why become tags of its version."""
         with reported(debug):
-            from flows.promote import PromoteRequest, promote
+            from flows.promote import promote
 
             tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-            print(promote(PromoteRequest(version, why, tracking, force)))
+            print(promote(version, why, tracking, is_forced=force))
 
     @app.command("rollback")
     def rollback_command(

@@ -21,9 +21,6 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 
-Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
-STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate")
-
 
 def setting(default: Any, **kwargs: Any) -> Any:
     """Declare a field that does not change the result of a stage."""

@@ -11,15 +11,12 @@ import pytest
 from flows import inputs as preflight
 from flows.inputs import (
     check_gpus,
-    check_inputs,
     check_ray_address,
     demo_questions,
-    models_of,
-    raw_sources,
     ray_addresses,
-    result_fields,
     subset_name,
 )
+from flows.stages import check_inputs, models_of, raw_sources, result_fields
 from tasks.artifacts import file_sha256
 from tasks.errors import ClusterError, ConfigError, DataError, MissingInputError, ModelError
 from tasks.evaluate.questions import ModelAnswer, read_questions, write_answers
