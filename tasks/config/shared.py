@@ -25,8 +25,9 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 UNNAMED = "source"
 RowForm = Literal["auto", "hh", "prompt", "messages", "scored", "verl"]
 
+# In the chain's order; each is a section of `PipelineConfig` and a record of `flows.stages`.
 Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
-STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 def setting(default: Any, **kwargs: Any) -> Any:

@@ -17,7 +17,9 @@ from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, load_artifact
 from tasks.config.loading import load_config, merge
 from tasks.data.pairs import read_pairs
 from tasks.demo.oracle import good_rate
-from tasks.pipeline_config import IngestConfig, OfflinePPOConfig, SftConfig
+from tasks.ingest.config import IngestConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.sft.config import SftConfig
 
 pytestmark = [pytest.mark.slow, pytest.mark.endurance]
 
