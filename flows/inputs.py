@@ -205,29 +205,41 @@ def check_pairs(cfg: IngestConfig, workspace: Workspace) -> None:
         check_same_columns(files)
 
 
-# Offline PPO: a file with a reward function.
+# Offline PPO: files with a reward function and a sampler.
 
 REWARD_FUNCTION: Final = "offline_ppo.reward.function_path"
+SAMPLER: Final = "offline_ppo.sampler.path"
 REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
-def reward_file(cfg: OfflinePPOConfig, workspace: Workspace) -> dict[str, ParentRef]:
-    """Return the reference of the reward function's file, if there is one."""
-    path = cfg.reward.function_path
-    return {} if path is None else {"reward_function": file_source(Path(path), REWARD_FUNCTION)}
+def own_code(cfg: OfflinePPOConfig, workspace: Workspace) -> dict[str, ParentRef]:
+    """Return references of the user's files: a reward function, a sampler."""
+    files = {
+        "reward_function": (cfg.reward.function_path, REWARD_FUNCTION),
+        "sampler": (cfg.sampler.path, SAMPLER),
+    }
+    return {
+        name: file_source(Path(path), field)
+        for name, (path, field) in files.items()
+        if path is not None
+    }
 
 
-def reward_fields(cfg: OfflinePPOConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for the fingerprint: the reward function counts by its text."""
-    if cfg.reward.function_path is None:
-        return fields
-    return {**fields, "reward": {**fields["reward"], "function_path": "file"}}
+def own_code_fields(cfg: OfflinePPOConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields for the fingerprint: the user's files count by their text."""
+    if cfg.reward.function_path is not None:
+        fields = {**fields, "reward": {**fields["reward"], "function_path": "file"}}
+    if cfg.sampler.path is not None:
+        fields = {**fields, "sampler": {**fields["sampler"], "path": "file"}}
+    return fields
 
 
-def check_reward(cfg: OfflinePPOConfig, workspace: Workspace) -> None:
-    """Check the file of the reward function, if there is one."""
+def check_own_code(cfg: OfflinePPOConfig, workspace: Workspace) -> None:
+    """Check the user's files, as far as that goes without running them."""
     if cfg.reward.function_path is not None:
         check_reward_function(Path(cfg.reward.function_path), cfg.reward.function_name)
+    if cfg.sampler.path is not None:
+        existing_file(Path(cfg.sampler.path), SAMPLER)
 
 
 def check_reward_function(file: Path, name: str) -> None:

@@ -173,6 +173,9 @@ def stage_run(
             _opened(tracker, workspace, run),
             workspace.space_watched(),
         ):
+            idle = [f"{name} ({why})" for name, why in cfg.settings_without_effect().items()]
+            if idle:
+                run.context.log.event("settings_without_effect", f"nothing reads {', '.join(idle)}")
             with time_limit(stage, options.timeout_seconds):
                 yield run
             link_result(tracker, run.artifact)

@@ -25,7 +25,7 @@ SHARED_KEYS = ("seed", "runtime", "rendering")
 EXTENDS = "extends"
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PACKAGED_CONFIGS = PROJECT_ROOT / "configs"
-FUNCTION_PATH = "reward.function_path"
+OWN_CODE = ("reward.function_path", "sampler.path")
 _MAX_PROBLEMS = 8
 _SHOWN_CHARS = 80
 _MERGE_TAG = "tag:yaml.org,2002:merge"
@@ -147,7 +147,7 @@ def _read_extended(path: Path, above: tuple[Path, ...] = ()) -> tuple[Tree, Plac
             f"{path} extends itself: {circle}", "an end", f"remove one of the `{EXTENDS}`"
         )
     tree, lines = _read_yaml(path)
-    tree = _with_found_functions(tree, path.parent)
+    tree = _with_found_code(tree, path.parent)
     places = {location: f"{path}, line {line}" for location, line in lines.items()}
     if EXTENDS not in tree:
         return tree, places
@@ -173,10 +173,10 @@ def _extended_file(name: object, path: Path, where: str) -> Path:
         raise MissingInputError(f"{where}: {error.found}", error.expected, error.fix) from None
 
 
-def _with_found_functions(tree: Tree, directory: Path) -> Tree:
-    """Return the tree with the reward functions that the file names where they are.
+def _with_found_code(tree: Tree, directory: Path) -> Tree:
+    """Return the tree with the user's Python files that the file names where they are.
 
-    Both ``offline_ppo.reward.function_path`` and the overrides of an ablation count.
+    Both those of ``offline_ppo`` and those of an ablation's overrides count.
 
     Args:
         directory: of the file.
@@ -187,7 +187,7 @@ def _with_found_functions(tree: Tree, directory: Path) -> Tree:
             return {key: walk(value, f"{name}.{key}") for key, value in node.items()}
         if isinstance(node, list):
             return [walk(value, name) for value in node]
-        is_path = isinstance(node, str) and f".{name}".endswith(f".{FUNCTION_PATH}")
+        is_path = isinstance(node, str) and any(f".{name}".endswith(f".{own}") for own in OWN_CODE)
         return _found_file(node, directory) if is_path else node
 
     return {

@@ -7,14 +7,21 @@ snapshot is needed for, so no second copy of the model exists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import json
+import operator
+import runpy
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tasks.algorithms.advantages import group_statistics
 from tasks.algorithms.samplers import Draw, OfflineSampler, Priorities, Strata
+from tasks.artifacts import file_sha256
 from tasks.errors import ConfigError, DataError
 from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.objectives import OBJECTIVES, Objective
@@ -189,13 +196,119 @@ class BatchSource:
 # Which prompts a step trains on.
 
 
-def build_sampler(cfg: OfflinePPOConfig, data: Trajectories) -> OfflineSampler:
+class Sampler(Protocol):
+    """A sampler of your own: a class with these methods, called as ``Sampler(groups, seed)``.
+
+    Args:
+        groups: one for each prompt that may be drawn, ``{"subset": str, "prompt_tokens": int,
+            "response_tokens": [int, ...], "rewards": [float, ...]}``, a number for each response.
+        seed: of the run; another one after a guard reset the sampler.
+    """
+
+    def draw(self, batch_prompts: int) -> Sequence[int]:
+        """Return the prompts of the next step: ``batch_prompts`` indices into ``groups``."""
+
+    def state(self) -> Any:
+        """Return plain JSON values, from which `resume` goes on with the very next draw."""
+
+    def resume(self, state: Any) -> None:
+        """Go on where the state was taken."""
+
+
+class OwnSampler:
+    """Stands where `OfflineSampler` does, around a sampler of the user's."""
+
+    def __init__(self, cfg: OfflinePPOConfig, groups: Sequence[dict[str, Any]]) -> None:
+        """Start the sampler.
+
+        Raises:
+            ConfigError: the file, or the class in it, cannot be used; names what is wrong.
+        """
+        self._file = Path(str(cfg.sampler.path)).expanduser()
+        self._where = f"sampler {cfg.sampler.name} of {self._file}"
+        self._groups, self._seed, self._batch_prompts = groups, cfg.seed, cfg.batch_prompts
+        with self._named("cannot be used"):
+            self._class = runpy.run_path(str(self._file))[cfg.sampler.name]
+        self.reset(cfg.seed)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise ConfigError(
+                f"The {self._where} {what}: {error!r}",
+                "a class with draw, state and resume (tasks/offline_ppo/batches.py: Sampler)",
+                "mend it, or correct offline_ppo.sampler.path and name",
+            ) from error
+
+    def next_draw(self) -> Draw:
+        """Draw the prompts of a step.
+
+        Raises:
+            ConfigError: what was drawn are not as many indices of groups.
+        """
+        with self._named("cannot draw"):
+            drawn = [operator.index(i) for i in self._own.draw(self._batch_prompts)]
+            wrong = [i for i in drawn if not 0 <= i < len(self._groups)]
+            if wrong or len(drawn) != self._batch_prompts:
+                raise ValueError(
+                    f"{len(drawn)} indices, {wrong[:3]} among them, for {self._batch_prompts} "
+                    f"prompts of {len(self._groups)}"
+                )
+        return Draw(drawn, [1.0] * len(drawn))
+
+    def set_batch_size(self, batch_size: int) -> None:
+        """Draw so many prompts from the next step on."""
+        self._batch_prompts = batch_size
+
+    def reset(self, seed: int) -> None:
+        """Begin anew with another seed."""
+        self._seed = seed
+        with self._named("cannot start"):
+            self._own: Sampler = self._class(self._groups, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        with self._named("has no state that JSON holds"):
+            own = json.loads(json.dumps(self._own.state(), allow_nan=False))
+        return {
+            "file": file_sha256(self._file),
+            "n_groups": len(self._groups),
+            "seed": self._seed,
+            "batch_prompts": self._batch_prompts,
+            "own": own,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken.
+
+        Raises:
+            DataError: a state of another file or of other groups.
+        """
+        here = {"file": file_sha256(self._file), "n_groups": len(self._groups)}
+        if {name: state.get(name) for name in here} != here:
+            raise DataError(
+                f"a state of another sampler or of other prompts than the {self._where} has",
+                "the file and the data of the first run",
+                "resume with those, or start anew",
+            )
+        self.reset(state["seed"])
+        self._batch_prompts = state["batch_prompts"]
+        with self._named("cannot resume"):
+            self._own.resume(state["own"])
+
+
+def build_sampler(cfg: OfflinePPOConfig, data: Trajectories) -> OfflineSampler | OwnSampler:
     """Return the sampler over the prompts of the dataset, at its start.
 
     Raises:
+        ConfigError: a sampler of the user's that cannot be used.
         DataError: a weight of a subset that the dataset has not.
     """
     how = cfg.sampler
+    if how.path is not None:
+        return OwnSampler(cfg, groups_of(data))
     strata = priorities = None
     if how.stratify:
         strata = Strata(data.subsets or [""] * len(data.groups), how.subset_weights)
@@ -209,6 +322,20 @@ def build_sampler(cfg: OfflinePPOConfig, data: Trajectories) -> OfflineSampler:
         strata=strata,
         priorities=priorities,
     )
+
+
+def groups_of(data: Trajectories) -> list[dict[str, Any]]:
+    """Return what a sampler of the user's is told of each prompt."""
+    subsets = data.subsets or [""] * len(data.groups)
+    return [
+        {
+            "subset": subset,
+            "prompt_tokens": len(data.rows[group[0]].prompt_ids),
+            "response_tokens": [len(data.rows[i].response_ids) for i in group],
+            "rewards": [float(data.rewards[i]) for i in group],
+        }
+        for subset, group in zip(subsets, data.groups, strict=True)
+    ]
 
 
 def margins(data: Trajectories) -> list[float]:

@@ -34,7 +34,7 @@ from tasks.config.shared import RuntimeConfig
 from tasks.context import RunLog
 from tasks.data.history import RunHistory
 from tasks.errors import MemoryLimitError, TrainingError, WorkerLostError
-from tasks.offline_ppo.batches import BatchSource, Drawn, Minibatch, build_sampler
+from tasks.offline_ppo.batches import BatchSource, Drawn, Minibatch, OwnSampler, build_sampler
 from tasks.offline_ppo.config import GUARD_METRICS, OfflinePPOConfig
 from tasks.offline_ppo.probe import PolicyProbe
 from tasks.offline_ppo.step import (
@@ -82,7 +82,7 @@ class PPOLoop:
     lowered: dict[str, Any] | None = None
     recent_weights: deque[Tensor] = field(default_factory=lambda: deque(maxlen=_WEIGHTS_STEPS))
     state: LoopState = field(init=False)
-    sampler: OfflineSampler = field(init=False)
+    sampler: OfflineSampler | OwnSampler = field(init=False)
     engine: GuardEngine = field(init=False)
     history: RunHistory = field(init=False)
     source: BatchSource = field(init=False)
@@ -198,6 +198,7 @@ class PPOLoop:
         """Prefer prompts whose responses the policy should treat most differently."""
         if self.cfg.sampler.priority != "advantage":
             return
+        assert isinstance(self.sampler, OfflineSampler), "a sampler of the user's has no priority"
         largest: dict[int, float] = {}
         for group, size in zip(batch.groups.tolist(), sizes_of(batch).tolist(), strict=True):
             largest[group] = max(size, largest.get(group, 0.0))
