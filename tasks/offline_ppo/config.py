@@ -154,6 +154,8 @@ GUARD_METRICS: Final = {
     "rejected_logprob_drift": _ANY,
     # At each step.
     "reward_mean": _ANY,
+    # Of the stored rewards in a batch, over the last steps: about how batches are drawn, and the
+    # same for every policy.
     "reward_variance": _ANY,
     "grad_norm": _ANY,
     "kl_data": _PPO,
@@ -288,7 +290,6 @@ DEFAULT_RULES: Final = (
         for_observations=2,
         rollback="best",
     ),
-    GuardRuleConfig(name="reward_variance", when="reward_variance > 0.3", batch_scale=2.0),
     GuardRuleConfig(name="entropy_jump", when="jump(probe_entropy, 3) > 0.5", reset_sampler=True),
     GuardRuleConfig(name="effective_samples", when="ess_share < 0.3", reanchor=True),
 )

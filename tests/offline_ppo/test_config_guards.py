@@ -85,10 +85,10 @@ def test_each_field_asks_for_itself_alone(fields: dict[str, Any], actions: Actio
 
 
 def test_thresholds_are_changed_and_rules_turned_off_by_name() -> None:
-    cfg = GuardsConfig(thresholds={"probe_kl": 0.4, "reward_variance": None})
+    cfg = GuardsConfig(thresholds={"probe_kl": 0.4, "entropy_jump": None})
     rules = {rule.name: rule for rule in cfg.to_rules()}
     assert str(rules["probe_kl"].condition) == "kl_probe > 0.4"
-    assert "reward_variance" not in rules
+    assert "entropy_jump" not in rules
     assert len(rules) == len(DEFAULT_RULES) - 1
     assert GuardsConfig(enabled=False).to_rules() == ()
 
@@ -144,7 +144,6 @@ def test_the_defaults_let_a_healthy_run_pass() -> None:
             "probe_win_rate": 0.5 + 0.04 * probe,
             "probe_length_tokens": 10.0 + 0.4 * probe,  # at most 13.6: 0.36 above the start
             "held_out_accuracy_upper": 0.55 + 0.02 * probe,
-            "reward_variance": 0.25,
             "probe_entropy": 2.0 - 0.1 * probe,
             "ess_share": 0.8 - 0.05 * probe,  # at least 0.35
         }
@@ -161,7 +160,6 @@ def test_the_defaults_let_a_healthy_run_pass() -> None:
             0.11,
             Actions("good", learning_rate_scale=0.5, min_learning_rate_share=0.01),
         ),
-        ("reward_variance", 0.29, 0.31, Actions(batch_scale=2.0, max_batch_prompts=128)),
         ("ess_share", 0.31, 0.29, Actions(reanchor=True)),
         # |3.1 - 2| / 2 = 0.55
         ("probe_entropy", 2.0, 3.1, Actions(reset_sampler=True)),

@@ -193,7 +193,6 @@ BY_CONDUCT = {
         "reward_against_labels": None,
         "probe_kl": None,
         "probe_win_rate": None,
-        "reward_variance": None,
         "entropy_jump": None,
         "effective_samples": None,
     }
