@@ -252,17 +252,17 @@ def _read(tracker: Tracker, run: RunRecord, ref: str) -> _Recorded:
 def _manifest(tracker: Tracker, run: RunRecord) -> Manifest:
     """Return a run's manifest, from its artefact or else from the copy that MLflow has."""
     with suppress(MissingInputError, ArtifactError):
-        found = read_manifest(Path(run.tags.get("artifact.path", "")))
-        if found.fingerprint == run.tags.get("fingerprint"):
-            return found
-    text = tracker.read_text(run.run_id, MANIFEST_NAME)
-    if text is None:
+        kept = read_manifest(Path(run.tags.get("artifact.path", "")))
+        if kept.fingerprint == run.tags.get("fingerprint"):
+            return kept
+    found = recorded_manifest(tracker, run.run_id)
+    if found is None:
         raise MissingInputError(
             f"The artefact of run {run.run_id} is gone, and MLflow has no copy of {MANIFEST_NAME}",
             "one of them",
             "give another run",
         )
-    return Manifest.model_validate_json(text)
+    return found
 
 
 def _check_parents(tracker: Tracker, recorded: _Recorded) -> None:
@@ -279,7 +279,7 @@ def _check_parents(tracker: Tracker, recorded: _Recorded) -> None:
         found = _parent(recorded, name)
         recorded.refs[name] = str(found.path)
         if str(found.path) != parents[name].path:
-            like = likeness(recorded_manifest(tracker, parents[name]), found.manifest)
+            like = likeness(recorded_manifest(tracker, parents[name].mlflow_run_id), found.manifest)
             recorded.notes.append(f"{name} was deleted and made again, {like}: {found.path}")
     for name, parent in parents.items():
         path = Path(parent.path)

@@ -112,7 +112,7 @@ def compare_command(
         )
         plain = found.model_dump(mode="json")
         if html is not None:
-            write_whole(html.expanduser().absolute(), render_comparison(plain))
+            write_whole(html.expanduser().absolute(), render_comparison(found))
         if as_json:
             print(json.dumps(plain, indent=2, allow_nan=False))
         else:
@@ -136,10 +136,10 @@ def promote_command(
 ) -> None:
     """Make a student the champion; who, when and why become tags of its version."""
     with reported(debug):
-        from flows.promote import PromoteRequest, promote
+        from flows.promote import promote
 
         tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-        print(promote(PromoteRequest(version, why, tracking, force)))
+        print(promote(version, why, tracking, is_forced=force))
 
 
 @runs_app.command("rollback")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -13,8 +13,8 @@ from rich.table import Table
 
 from flows.cli.shared import plain, say
 from tasks.errors import DataError, MissingInputError
+from tasks.evaluate.judges import parse_rating
 from tasks.evaluate.judgments import (
-    JUDGMENT_FORM,
     AnnotationScore,
     Difference,
     ModelScore,
@@ -26,16 +26,12 @@ from tasks.evaluate.judgments import (
     latest_pairs,
     latest_scores,
     leaderboard,
-    parse_pair,
-    parse_rating,
-    parse_score,
+    read_judgments,
     score_annotations,
     summarize_pairs,
 )
-from tasks.evaluate.questions import read_objects, read_questions
+from tasks.evaluate.questions import read_questions
 
-_PAIR_FIELD: Final = "g1_winner"
-_FIX: Final = "give for instance model_judgment/gpt-4_single.jsonl"
 _SHOWN_IDS: Final = 5
 _WIDEST: Final = 400
 
@@ -92,17 +88,16 @@ def score_judgments(
     for file in files:
         if not file.is_file():
             raise MissingInputError(
-                f"{file} is not a file", "judgments in FastChat's or AlpacaEval's format", _FIX
+                f"{file} is not a file",
+                "judgments in FastChat's or AlpacaEval's format",
+                "give for instance model_judgment/gpt-4_single.jsonl",
             )
         if is_annotations(file):
             result.annotations += score_annotations(file)
             continue
-        for where, row in read_objects(file, JUDGMENT_FORM):
-            _check_kind(where, row)
-            if _PAIR_FIELD in row:
-                pairs.append(parse_pair(where, row))
-            else:
-                scores.append(parse_score(where, row))
+        of_answers, of_pairs = read_judgments(file)
+        scores += of_answers
+        pairs += of_pairs
     result.differing = sum(_differs(score) for score in scores)
     if reparse:
         scores = [_reparsed(score) for score in scores]
@@ -116,13 +111,6 @@ def score_judgments(
         _check_baseline(baseline, models, result.annotations)
     result.pairs = sorted((summarize_pairs(kept_pairs, name) for name in models), key=_pair_order)
     return result
-
-
-def _check_kind(where: str, row: Mapping[str, Any]) -> None:
-    """Refuse the files that lie beside judgments."""
-    for field_name, what in (("turns", "a question"), ("choices", "an answer")):
-        if field_name in row and "judge" not in row:
-            raise DataError(f"{where} is {what}", "a judgment of answers", _FIX)
 
 
 def _check_baseline(

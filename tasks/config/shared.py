@@ -25,13 +25,22 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 UNNAMED = "source"
 RowForm = Literal["auto", "hh", "prompt", "messages", "scored", "verl"]
 
+# In the chain's order; each is a section of `PipelineConfig` and a record of `flows.stages`.
 Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
-STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 def setting(default: Any, **kwargs: Any) -> Any:
     """Declare a field that does not change the result of a stage."""
     return Field(default, json_schema_extra={"identity": False}, **kwargs)
+
+
+def later(default: Any, **kwargs: Any) -> Any:
+    """Declare a field whose default is what was done before there was the field.
+
+    At its default it is no part of the fingerprint, so that artefacts from before it are reused.
+    """
+    return Field(default, json_schema_extra={"identity": "unless default"}, **kwargs)
 
 
 def _is_numeric(annotation: Any) -> bool:
@@ -86,6 +95,11 @@ class StageConfig(Section):
         """How many groups of ``runtime.ranks`` workers the stage asks Ray for."""
         return 1
 
+    def settings_without_effect(self) -> dict[str, str]:
+        """Return the settings that were changed and that nothing reads in this combination, each
+        with the reason."""
+        return {}
+
 
 class OptimizerConfig(Section):
     """AdamW with a warm-up and a constant or cosine schedule."""
@@ -101,6 +115,10 @@ class OptimizerConfig(Section):
         (0.9, 0.999), description="Decay of the running mean and of the running square."
     )
     clip_grad_norm: PositiveFloat = Field(1.0, description="A longer gradient is cut to this norm.")
+
+    def idle(self, prefix: str) -> list[str]:
+        """Return the changed settings that this schedule does not read."""
+        return [] if self.schedule == "cosine" else changed_fields(self, prefix, "min_lr_share")
 
 
 class RuntimeConfig(Section):
@@ -326,8 +344,19 @@ def identity_fields(section: BaseModel) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         extra = field.json_schema_extra
-        if isinstance(extra, dict) and extra.get("identity") is False:
-            continue
+        counts = extra.get("identity", True) if isinstance(extra, dict) else True
         value = getattr(section, name)
+        if counts is False or (counts == "unless default" and value == field.default):
+            continue
         kept[name] = identity_fields(value) if isinstance(value, BaseModel) else plain[name]
     return kept
+
+
+def changed_fields(section: BaseModel, prefix: str, *names: str) -> list[str]:
+    """Return the dotted names of fields that differ from their defaults, ``names`` or all."""
+    fields = type(section).model_fields
+    return [
+        f"{prefix}.{name}"
+        for name in names or fields
+        if getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]

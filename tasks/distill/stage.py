@@ -34,6 +34,7 @@ from tasks.distill.report import (
     data_names,
     licenses_of,
     lineage_rows,
+    summarize,
     write_cards,
     write_student_report,
 )
@@ -244,7 +245,7 @@ class _Distillation:
             settings=settings,
             lineage=[own, *lineage_rows(draft.parents)],
             metrics=dict(draft.metrics),
-            summary=() if report is None else report.record()["summary"],
+            summary=() if report is None else summarize(report),
             **licenses_of(self.cfg.card, self.student_dir),
         )
 

@@ -21,8 +21,10 @@ from tasks.config.shared import (
     Section,
     Share,
     StageConfig,
+    changed_fields,
     check_budget,
     check_shares,
+    later,
     setting,
 )
 from tasks.data.quarantine import REASONS
@@ -393,6 +395,12 @@ class SamplerConfig(Section):
     correct_priority: bool = Field(
         True, description="Weigh responses so that a prioritised draw leaves the mean as it is."
     )
+    path: str | None = later(
+        None,
+        description="Python file with a sampler of your own, in place of all of the above: a class "
+        "with draw, state and resume (tasks/offline_ppo/batches.py: Sampler).",
+    )
+    name: str = later("Sampler", description="Name of the class in that file.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -401,6 +409,9 @@ class SamplerConfig(Section):
                 f"subset_weights names {sorted(self.subset_weights)}, but stratify is off; turn it "
                 "on or take the weights out"
             )
+        unread = changed_fields(self, "sampler", "stratify", "priority")
+        if self.path is not None and unread:
+            raise ValueError(f"the sampler of {self.path} does not read {unread}; take them out")
         return self
 
 
@@ -752,6 +763,98 @@ class OfflinePPOConfig(StageConfig):
                 f"{self.batch_prompts} prompts; at least {4 * self.batch_prompts}"
             )
         return self
+
+    def settings_without_effect(self) -> dict[str, str]:
+        """Return the settings that were changed and that nothing reads in this combination, each
+        with the reason."""
+        idle: dict[str, str] = {}
+        names: tuple[str, ...]
+
+        def unread(why: str, section: Section, prefix: str, *names: str) -> None:
+            idle.update(dict.fromkeys(changed_fields(section, prefix, *names), why))
+
+        policy_loss, advantage, estimator = (
+            self.policy_loss,
+            self.advantage,
+            self.advantage.estimator,
+        )
+        by_loss = f"policy_loss is {policy_loss}"
+        by_estimator = f"advantage.estimator is {estimator}"
+        if policy_loss == "dpo":
+            unread(by_loss, advantage, "advantage")
+            unread(by_loss, self.behavior, "behavior")
+        if policy_loss != "dpo":
+            unread(by_loss, self.loss, "loss", "dpo_beta", "dpo_label_smoothing")
+        if policy_loss != "ppo":
+            unread(by_loss, self.loss, "loss", "clip_low", "dual_clip")
+            unread(by_loss, self.importance, "importance", "cap")
+        if policy_loss not in ("ppo", "a_lol"):
+            unread(by_loss, self.loss, "loss", "clip_high")
+        if policy_loss in ("positives_only", "dpo"):
+            unread(by_loss, self.importance, "importance", "level")
+        if self.loss.kl_coef == 0.0:
+            unread("loss.kl_coef is 0", self.loss, "loss", "kl_kind")
+        if estimator != "gae":
+            unread(by_estimator, self.critic, "critic")
+            unread(by_estimator, advantage, "advantage", "gae_lambda")
+        if estimator in ("group", "rloo"):
+            unread(by_estimator, advantage, "advantage", "gamma")
+            why = f"{by_estimator}, whose baseline takes a prompt's mean away"
+            unread(why, self.reward, "reward", "center")
+        else:
+            unread(f"{by_estimator}, which always whitens", advantage, "advantage", "whiten")
+        if estimator != "group":
+            unread(by_estimator, advantage, "advantage", "normalize_std")
+        if advantage.control_variate.kind != "fitted":
+            why = f"advantage.control_variate.kind is {advantage.control_variate.kind}"
+            unread(why, advantage.control_variate, "advantage.control_variate", "features")
+        if (estimator, advantage.control_variate.kind, advantage.normalize_std) == (
+            "group",
+            "leave_one_out",
+            True,
+        ):
+            why = "the group advantage takes the mean away and divides the factor out again"
+            unread(why, advantage.control_variate, "advantage.control_variate", "kind")
+        if self.behavior.policy != "cloned":
+            why = f"behavior.policy is {self.behavior.policy}"
+            names = ("clone_epochs", "clone_batch_pairs", "clone_optimizer")
+            unread(why, self.behavior, "behavior", *names)
+        if self.reward.normalize in ("raw", "binary"):
+            why = f"reward.normalize is {self.reward.normalize}"
+            unread(why, self.reward, "reward", "clip")
+        if not any(name.split(".")[0] == "reward_model" for name in self.reward.components):
+            why = "reward.components has no reward_model"
+            unread(why, self.reward, "reward", "normalize", "clip")
+        if "function" not in self.reward.components:
+            names = ("function_path", "function_name", "function_seconds", "function_memory_gib")
+            unread("reward.components has no function", self.reward, "reward", *names)
+        if self.reward.kl_target is None:
+            unread("reward.kl_target is not set", self.reward, "reward", "kl_horizon")
+        if self.sampler.priority == "none":
+            names = ("priority_exponent", "uniform_share", "epoch_share", "correct_priority")
+            unread("sampler.priority is none", self.sampler, "sampler", *names)
+        if self.sampler.path is None:
+            unread("sampler.path is not set", self.sampler, "sampler", "name")
+        sequence, of_sequence = self.filters.sequence, "filters.sequence"
+        if sequence.mode != "fixed":
+            unread(f"{of_sequence}.mode is {sequence.mode}", sequence, of_sequence, "tau")
+        if sequence.mode != "adaptive":
+            names = ("tau_min", "tau_max", "smoothing")
+            unread(f"{of_sequence}.mode is {sequence.mode}", sequence, of_sequence, *names)
+        if self.candidates.per_prompt == 0:
+            unread("candidates.per_prompt is 0", self.candidates, "candidates")
+        elif self.candidates.kl_bound is None:
+            names = ("temperature_scale", "min_temperature")
+            unread("candidates.kl_bound is not set", self.candidates, "candidates", *names)
+        if not self.guards.enabled:
+            names = ("rules", "thresholds", "max_rollbacks")
+            unread("guards.enabled is false", self.guards, "guards", *names)
+        if self.report.prompts == 0:
+            unread("report.prompts is 0", self.report, "report", "max_new_tokens")
+        idle.update(
+            dict.fromkeys(self.optimizer.idle("optimizer"), "optimizer.schedule is constant")
+        )
+        return idle
 
     @property
     def sleeping_rules(self) -> dict[GuardRuleConfig, str]:

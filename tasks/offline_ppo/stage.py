@@ -28,8 +28,6 @@ from tasks.offline_ppo.probe import AnswerSampler, PolicyProbe, RewardJudge
 from tasks.offline_ppo.report import (
     GuardEvent,
     PolicyReport,
-    TrainingCourse,
-    policy_report,
     write_policy_report,
 )
 from tasks.offline_ppo.rewards import ComponentScorer, check_components, find_weights
@@ -86,22 +84,24 @@ def compare_with_base(
     ]
     return compare_pairs(
         compared,
+        "the reward that it was trained on",
+        Bootstrap(seed=sampler.seed),
         kl_probe_estimate(now, ref, mask_of(policy.rows)),
-        judge="the reward that it was trained on",
-        bootstrap=Bootstrap(seed=sampler.seed),
     )
 
 
 def report_of(loop: PPOLoop, held_out: HeldOut) -> PolicyReport:
     """Return the report of a finished run."""
     weights = list(loop.recent_weights)
-    course = TrainingCourse(
+    return PolicyReport(
+        held_out,
         loop.history.read(),
         [GuardEvent.of(event) for event in loop.state.events],
         torch.cat(weights) if weights else None,
         _bounds(loop.cfg),
+        loop.clock.shares(),
+        loop.cfg.seed,
     )
-    return policy_report(course, held_out, facts=loop.clock.shares(), seed=loop.cfg.seed)
 
 
 def _bounds(cfg: OfflinePPOConfig) -> dict[str, float]:

@@ -391,7 +391,7 @@ def cached_logprobs(
             {"logprobs": compute()},
         )
         write_token_columns(file, columns, key)
-    return read_token_columns(file, key).floats["logprobs"]
+    return list(read_token_columns(file, key).floats["logprobs"])
 
 
 def pad(tensors: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from flows.ablation import Clock, Job, check_ablation, final_jobs, tuning_jobs
-from flows.inputs import raw_sources, result_fields
+from flows.stages import raw_sources, result_fields
 from tasks.ablation.config import AblationConfig, label_of, with_overrides
 from tasks.config.loading import find_config, known_keys, load_config
 from tasks.errors import ConfigError, MissingInputError

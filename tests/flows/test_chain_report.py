@@ -152,5 +152,5 @@ def test_upstream_reference_finds_what_a_student_stands_on(
     run_stage("sft")
     ref = f"upstream:models:/{tracker.student_model_name}@champion"
     for spec in STAGE_SPECS["evaluate"].inputs.values():
-        found = resolve_reference(tracker, ref, spec.stage, spec.kind)
-        assert found.manifest == wanted[spec.stage]
+        found = resolve_reference(tracker, ref, spec.name, spec.kind)
+        assert found.manifest == wanted[spec.name]

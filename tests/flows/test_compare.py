@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from tasks.config.shared import TrackingConfig
-from tasks.tracking.comparison import compare_runs, render_comparison
+from tasks.tracking.comparison import Curve, compare_runs, render_comparison
 from tasks.tracking.mlflow import MetricPoint, Tracker, connect
 from tasks.workspace import Workspace
 
@@ -49,7 +49,7 @@ class _Tags(HTMLParser):
 
 
 def test_page_needs_no_network_and_runs_nothing(tracker: Tracker, runs: list[str]) -> None:
-    page = render_comparison(compare_runs(tracker, runs, has_curves=True).model_dump(mode="json"))
+    page = render_comparison(compare_runs(tracker, runs, has_curves=True))
     tags = _Tags()
     tags.feed(page)
     assert tags.names.isdisjoint({"script", "img", "iframe", "link", "object", "form"})
@@ -64,17 +64,17 @@ def test_page_needs_no_network_and_runs_nothing(tracker: Tracker, runs: list[str
 
 
 def test_only_web_addresses_become_links(tracker: Tracker, runs: list[str]) -> None:
-    found = compare_runs(tracker, runs).model_dump(mode="json")
-    found["runs"][0]["url"] = "javascript:alert(1)"
-    found["runs"][1]["url"] = "http://host/#/runs/1"
+    found = compare_runs(tracker, runs)
+    found.runs[0].url = "javascript:alert(1)"
+    found.runs[1].url = "http://host/#/runs/1"
     tags = _Tags()
     tags.feed(render_comparison(found))
     assert {v for name, v in tags.attributes if name == "href"} == {"http://host/#/runs/1"}
 
 
 def test_flat_curve_is_drawn_in_the_middle(tracker: Tracker, runs: list[str]) -> None:
-    found = compare_runs(tracker, runs).model_dump(mode="json")
-    found["curves"] = [{"name": "flat", "lines": [[(1, 2.0), (3, 2.0)], []]}]
+    found = compare_runs(tracker, runs)
+    found.curves = [Curve(name="flat", lines=[[(1, 2.0), (3, 2.0)], []])]
     # 140 high, so the middle is 70; the steps span the width of 320.
     assert 'points="0.0,70.0 320.0,70.0"' in render_comparison(found)
 

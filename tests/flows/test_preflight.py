@@ -11,15 +11,12 @@ import pytest
 from flows import inputs as preflight
 from flows.inputs import (
     check_gpus,
-    check_inputs,
     check_ray_address,
     demo_questions,
-    models_of,
-    raw_sources,
     ray_addresses,
-    result_fields,
     subset_name,
 )
+from flows.stages import check_inputs, models_of, raw_sources, result_fields
 from tasks.artifacts import file_sha256
 from tasks.config.shared import ModelConfig, RuntimeConfig
 from tasks.distill.config import DistillConfig

@@ -85,8 +85,8 @@ def _plain_scores(model: RewardModelCheckpoint, row: dict[str, Any], names: Sequ
     prompt = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
     found = []
     for name in names:
-        rendered = renderer.render(prompt, row[name])
-        ids = torch.tensor([[*rendered.prompt_ids, *rendered.response_ids]])
+        response_ids, _ = renderer.response_ids(row[name])
+        ids = torch.tensor([[*renderer.prompt_ids(prompt)[0], *response_ids]])
         with torch.no_grad():
             found.append(float(network(ids).logits[0, -1, 0]))
     return found
