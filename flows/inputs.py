@@ -38,7 +38,7 @@ from tasks.evaluate.prompts import OWN, load_judge_prompts
 from tasks.evaluate.questions import answers_to, download_questions, read_questions, read_references
 from tasks.ingest.config import IngestConfig, TokenColumnsConfig
 from tasks.ingest.sources import check_file
-from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.offline_ppo.config import DEFAULT_RULES, GuardRuleConfig, OfflinePPOConfig
 from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
@@ -209,6 +209,9 @@ def check_pairs(cfg: IngestConfig, workspace: Workspace) -> None:
 
 REWARD_FUNCTION: Final = "offline_ppo.reward.function_path"
 SAMPLER: Final = "offline_ppo.sampler.path"
+_RETIRED_RULE: Final = GuardRuleConfig(
+    name="reward_variance", when="reward_variance > 0.3", batch_scale=2.0
+)
 REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 
@@ -231,6 +234,12 @@ def own_code_fields(cfg: OfflinePPOConfig, fields: dict[str, Any]) -> dict[str, 
         fields = {**fields, "reward": {**fields["reward"], "function_path": "file"}}
     if cfg.sampler.path is not None:
         fields = {**fields, "sampler": {**fields["sampler"], "path": "file"}}
+    if cfg.guards.rules == DEFAULT_RULES:
+        # A rule left the defaults, because what it watched says nothing of the policy. What was
+        # trained beside it is reused, and what was begun goes on.
+        rules = [*fields["guards"]["rules"]]
+        rules.insert(5, _RETIRED_RULE.model_dump(mode="json"))
+        fields = {**fields, "guards": {**fields["guards"], "rules": rules}}
     return fields
 
 
