@@ -20,7 +20,7 @@ from flows.reward_model import train_reward_model
 from flows.sft import sft
 from flows.stages import RunOptions
 from tasks.config.loading import load_config
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.tracking.mlflow import RunRecord, connect
 from tasks.workspace import Workspace
 
@@ -46,7 +46,7 @@ import sys
 from pathlib import Path
 
 from flows.offline_ppo import train_offline_ppo
-from flows.options import RunOptions
+from flows.stages import RunOptions
 from flows.reward_model import train_reward_model
 from tasks.runtime.session import cluster_session
 from tasks.config.loading import load_config

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.shared import FAILURE, AsJson, Debug, Experiment, TrackingUri, reported, terminal
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.workspace import Workspace
 
 services_app = typer.Typer()

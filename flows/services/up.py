@@ -42,8 +42,8 @@ from flows.services.records import (
     worker,
 )
 from tasks.config.loading import find_config, load_config
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError, ConfigError, RlhfError, WorkspaceError
-from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 _START_SECONDS = 120.0

@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tasks.config.messages import kind_of, message_of, shown
+from tasks.config.shared import STAGES, Stage
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage
+from tasks.pipeline_config import PipelineConfig
 
 # The parser checks no values: a date that is none, and a tag with the wrong value, end in others.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
@@ -26,6 +27,7 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PACKAGED_CONFIGS = PROJECT_ROOT / "configs"
 FUNCTION_PATH = "reward.function_path"
 _MAX_PROBLEMS = 8
+_SHOWN_CHARS = 80
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _UNION_MEMBER = re.compile(r"(int|float|str|bool)$|(literal|tuple|function-\w+)\[|[A-Z]\w*Config$")
 
@@ -325,9 +327,9 @@ def _default_at(location: Location) -> object:
     return at
 
 
-def _short(value: object, limit: int = 80) -> str:
+def _short(value: object) -> str:
     text = shown(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _suggestion(location: Location) -> str:

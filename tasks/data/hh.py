@@ -72,11 +72,6 @@ class Pair:
         roles = [message.role for message in self.prompt] + ["assistant"]
         return all(left != right for left, right in pairwise(roles))
 
-    @property
-    def swapped_id(self) -> str:
-        """The `pair_id` of the same pair with the opposite label."""
-        return make_pair_id(self.prompt_id, self.rejected, self.chosen)
-
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
@@ -231,7 +226,7 @@ def has_control(folded: bytes) -> bool:
 
 
 def prompt_id_of(roles: list[str], contents: list[str]) -> str:
-    """Return what `tasks.data.hh.make_prompt_id` returns for these turns."""
+    """Return what `make_prompt_id` returns for these turns."""
     parts = ROLE_PARTS
     text = "".join(
         [f"{parts[role]}{len(content)}:{content}" for role, content in zip(roles, contents)]  # noqa: B905
@@ -240,7 +235,7 @@ def prompt_id_of(roles: list[str], contents: list[str]) -> str:
 
 
 def pair_digest(prompt_id: str, chosen: str, rejected: str) -> bytes:
-    """Return the SHA-256 whose head is what `tasks.data.hh.make_pair_id` returns."""
+    """Return the SHA-256 whose head is what `make_pair_id` returns."""
     text = f"{len(prompt_id)}:{prompt_id}{len(chosen)}:{chosen}{len(rejected)}:{rejected}"
     return hashlib.sha256(text.encode()).digest()
 

@@ -7,24 +7,25 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from tasks.algorithms.win_rates import Bootstrap, ClusteredMean, PlainWinRate, clustered_mean
 from tasks.artifacts import Manifest, ParentRef, RewardModelCheckpoint, read_manifest, standing_path
+from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Pair
 from tasks.data.history import FILE_NAME, History, write_history
 from tasks.data.rendering import Renderer
+from tasks.distill.config import ModelCardConfig
 from tasks.distill.student import adapter_parameters, n_parameters
 from tasks.errors import ArtifactError, MissingInputError
 from tasks.models.loading import list_weight_files
-from tasks.pipeline_config import GenerationConfig, ModelCardConfig
-from tasks.report.page import cell, table
+from tasks.report import plots
+from tasks.report.page import cell, interval, join, table, with_error, write_report
 from tasks.report.pairs import (
     HeldOut,
     ResponsePair,
@@ -42,9 +43,7 @@ SCHEMA_VERSION: Final = 1
 STUDENT: Final = "student"
 TEACHER: Final = "teacher"
 BASE: Final = "base"
-_COLOURS: Final = {STUDENT: "#0072B2", TEACHER: "#D55E00", BASE: "#666666"}
-_DPI: Final = 120
-_BINS: Final = 30
+_COLOURS: Final = {STUDENT: plots.BLUE, TEACHER: plots.ORANGE, BASE: plots.GREY}
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,15 @@ class StudentReport:
 
     Args:
         models: student, teacher and base.
-        against_base, against_teacher: win rates by reward model, in which "policy" is the student
-            and "base" the other one.
+        against: base and teacher: win rates by reward model, in which "policy" is the student and
+            "base" the other one.
         adapter_parameters, adapter_bytes: of the adapter alone.
         history: metrics of the training by step.
     """
 
     models: Mapping[str, ModelFigures]
     agreement: Agreement
-    against_base: HeldOut
-    against_teacher: HeldOut
+    against: Mapping[str, HeldOut]
     adapter_parameters: int
     adapter_bytes: int
     history: History
@@ -120,10 +118,7 @@ class StudentReport:
     @property
     def win_rates(self) -> dict[str, PlainWinRate]:
         """Of the student, by whom it is compared with."""
-        return {
-            BASE: self.against_base.comparison.plain,
-            TEACHER: self.against_teacher.comparison.plain,
-        }
+        return {name: held_out.comparison.plain for name, held_out in self.against.items()}
 
     def metrics(self) -> dict[str, float]:
         """Return flat figures with stable names."""
@@ -141,21 +136,19 @@ class StudentReport:
             flat[f"{name}_tokens_per_second"] = figures.tokens_per_second
         return flat
 
-    def record(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """Return what ``report.json`` holds."""
-        models = {
-            name: {
-                **{k: v for k, v in asdict(figures).items() if k != "scores"},
-                "score": figures.score,
-                "tokens_per_second": figures.tokens_per_second,
-            }
-            for name, figures in self.models.items()
-        }
+        models = {}
+        for name, figures in self.models.items():
+            models[name] = asdict(figures)
+            del models[name]["scores"]
+            models[name]["score"] = figures.score
+            models[name]["tokens_per_second"] = figures.tokens_per_second
         return {
             "schema_version": SCHEMA_VERSION,
             "summary": summarize(self),
             "n_prompts": len(self.models[STUDENT].scores),
-            "judge": self.against_base.judge,
+            "judge": self.against[BASE].judge,
             "models": models,
             "adapter_parameters": self.adapter_parameters,
             "adapter_bytes": self.adapter_bytes,
@@ -167,29 +160,28 @@ class StudentReport:
 def write_student_report(report: StudentReport, directory: Path) -> list[Path]:
     """Write ``report.json``, ``report.md``, both tables of responses, the training's history and
     the plots; return the files."""
-    directory.mkdir(parents=True, exist_ok=True)
-    record, page = directory / "report.json", directory / "report.md"
-    record.write_text(json.dumps(report.record(), indent=2, allow_nan=False) + "\n")
-    page.write_text(render(report), encoding="utf-8")
-    pairs = [directory / f"against_{name}.parquet" for name in (BASE, TEACHER)]
-    write_response_pairs(pairs[0], report.against_base.pairs)
-    write_response_pairs(pairs[1], report.against_teacher.pairs)
-    write_history(directory / FILE_NAME, report.history)
-    return [record, page, *pairs, directory / FILE_NAME, draw(report, directory / "overview.png")]
+    files = write_report(directory, report.as_json(), render(report))
+    for name, held_out in report.against.items():
+        files.append(directory / f"against_{name}.parquet")
+        write_response_pairs(files[-1], held_out.pairs)
+    files.append(directory / FILE_NAME)
+    write_history(files[-1], report.history)
+    return [*files, draw(report, directory / "overview.png")]
 
 
 def summarize(report: StudentReport) -> list[str]:
     """Return what was found in plain sentences."""
     student, teacher = report.models[STUDENT], report.models[TEACHER]
     agreement = report.agreement
+    kl = with_error(agreement.kl.value, agreement.kl.standard_error, ".4f")
     bound = "" if agreement.is_exact else f" (at least: {agreement.labels} tokens told apart)"
     return [
         f"The student prefers the teacher's token at {agreement.same_top:.1%} of the positions of "
-        f"the teacher's responses; KL from it {_signed(agreement.kl)} nats per token{bound}",
+        f"the teacher's responses; KL from it {kl} nats per token{bound}",
         *(
             f"It wins {rate.value:.1%} of {rate.n} held-out prompts against the {name} (95 % "
-            f"interval {rate.interval.low:.1%} to {rate.interval.high:.1%}), by "
-            f"{report.against_base.judge}."
+            f"interval {interval(rate.interval.low, rate.interval.high, '.1%')}), by "
+            f"{report.against[BASE].judge}."
             for name, rate in report.win_rates.items()
         ),
         f"It has {student.parameters:,} weights, {report.adapter_parameters:,} of them in the "
@@ -203,25 +195,28 @@ def summarize(report: StudentReport) -> list[str]:
 def render(report: StudentReport) -> str:
     """Return the report as a page."""
     first, *rest = map(cell, summarize(report))
-    return "\n\n".join(
+    speeds = [
+        (f"{name}, tokens a second", f"{figures.tokens_per_second:,.0f}")
+        for name, figures in report.models.items()
+    ]
+    return join(
         [
             f"# {first}",
             *rest,
             "![](overview.png)",
             "## Models",
-            model_table(report),
-            table(("speed", ""), _speed_rows(report)),
+            _model_table(report),
+            table(("speed", ""), speeds),
             "Scores are the reward model's, in standard deviations of its training scores. "
             "Perplexity is that of the chosen responses of the test split, per token. Speed is "
             "that of one batch of all prompts with transformers.",
             "## Win rates of the student",
             _rate_table(report),
         ]
-    ) + ("\n")
+    )
 
 
-def model_table(report: StudentReport) -> str:
-    """Return the models side by side."""
+def _model_table(report: StudentReport) -> str:
     rows = [
         (
             name,
@@ -238,80 +233,50 @@ def model_table(report: StudentReport) -> str:
     return table(("model", "weights", "MiB", "score", "perplexity", "tokens a response"), rows)
 
 
-def _speed_rows(report: StudentReport) -> list[tuple[str, str]]:
-    return [
-        (f"{name}, tokens a second", f"{figures.tokens_per_second:,.0f}")
-        for name, figures in report.models.items()
-    ]
-
-
 def _rate_table(report: StudentReport) -> str:
     rows = []
-    for name, held_out in ((BASE, report.against_base), (TEACHER, report.against_teacher)):
+    for name, held_out in report.against.items():
         rate, controlled = held_out.comparison.plain, held_out.comparison.length_controlled.known
         equal = "" if controlled is None else f"{controlled[0]:.3f}"
-        interval = f"{rate.interval.low:.3f} to {rate.interval.high:.3f}"
+        ends = interval(rate.interval.low, rate.interval.high)
         counts = (rate.n, rate.n_wins, rate.n_ties, rate.n_losses)
-        rows.append((name, *map(str, counts), f"{rate.value:.3f}", interval, equal))
+        rows.append((name, *counts, f"{rate.value:.3f}", ends, equal))
     header = ("against", "n", "won", "tied", "lost", "win rate", "95 %", "at equal length")
     return table(header, rows)
 
 
-def _signed(mean: ClusteredMean) -> str:
-    error = "" if mean.standard_error is None else f" ± {mean.standard_error:.4f}"
-    return f"{mean.value:.4f}{error}"
-
-
 def draw(report: StudentReport, path: Path) -> Path:
     """Draw training, scores and win rates."""
-    figure = Figure(figsize=(15, 4.6))
-    axes = figure.subplots(1, 3)
-    # Fixed margins: a computed layout takes several times as long as the drawing.
-    figure.subplots_adjust(left=0.05, right=0.98, top=0.9, bottom=0.13, wspace=0.22)
-    _draw_course(axes[0], report.history)
-    _draw_scores(axes[1], report.models)
-    _draw_rates(axes[2], report.win_rates)
-    figure.savefig(path, dpi=_DPI)
-    return path
-
-
-def _draw_course(axes: Any, history: History) -> None:
-    axes.set_title("Training")
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
+    margins = {"left": 0.05, "right": 0.98, "top": 0.9, "bottom": 0.13, "wspace": 0.22}
+    figure = plots.new_figure(15, 4.6, **margins)
+    course, scores, rates = figure.subplots(1, 3)
+    course.set(title="Training", xlabel="step", ylabel="nats per token")
     for name, label, colour in (
-        ("kl", "KL at tau", _COLOURS[STUDENT]),
-        ("hard", "cross-entropy", _COLOURS[TEACHER]),
+        ("kl", "KL at tau", plots.BLUE),
+        ("hard", "cross-entropy", plots.ORANGE),
     ):
-        points = [(step, values[name]) for step, values in history if name in values]
-        if points:
-            axes.plot(*zip(*points, strict=True), label=label, color=colour, linewidth=1.2)
-    if axes.lines:
-        axes.legend(fontsize="small")
-
-
-def _draw_scores(axes: Any, models: Mapping[str, ModelFigures]) -> None:
-    axes.set_title("Reward-model scores of held-out responses")
-    axes.set_xlabel("score (training s.d.)")
-    axes.set_ylabel("responses")
-    every = [score for figures in models.values() for score in figures.scores]
-    low, high = min(every), max(every)
-    edges = [low + (high - low) * i / _BINS for i in range(_BINS + 1)] if high > low else _BINS
-    for name, figures in models.items():
-        label = f"{name}, mean {figures.score:+.2f}"
-        axes.hist(figures.scores, bins=edges, histtype="step", label=label, color=_COLOURS[name])
-    axes.legend(fontsize="small", loc="upper left")
-
-
-def _draw_rates(axes: Any, rates: Mapping[str, PlainWinRate]) -> None:
-    axes.set_title("Win rate of the student")
-    axes.axhline(0.5, color="black", linewidth=0.8)
-    for place, (name, rate) in enumerate(rates.items()):
-        axes.bar(place, rate.value, color=_COLOURS[name], width=0.5)
-        error = [[rate.value - rate.interval.low], [rate.interval.high - rate.value]]
-        axes.errorbar(place, rate.value, yerr=error, color="black", capsize=4)
-    axes.set_xticks(range(len(rates)), [f"against the {name}" for name in rates])
-    axes.set_ylim(0.0, 1.0)
+        points = [(step, values[name]) for step, values in report.history if name in values]
+        plots.draw_curve(course, points, label, colour)
+    scores.set(
+        title="Reward-model scores of held-out responses",
+        xlabel="score (training s.d.)",
+        ylabel="responses",
+    )
+    columns = {
+        f"{name}, mean {figures.score:+.2f}": (figures.scores, _COLOURS[name])
+        for name, figures in report.models.items()
+    }
+    plots.draw_histograms(scores, columns, histtype="step")
+    rates.axhline(0.5, color="black", linewidth=0.8)
+    for place, (name, rate) in enumerate(report.win_rates.items()):
+        rates.bar(place, rate.value, color=_COLOURS[name], width=0.5)
+        ends = (rate.interval.low, rate.interval.high)
+        plots.draw_intervals(rates, [place], [rate.value], [ends], color="black")
+    rates.set_xticks(range(len(report.against)), [f"against the {name}" for name in report.against])
+    rates.set(title="Win rate of the student", ylim=(0.0, 1.0))
+    for axes in (course, scores):
+        plots.add_legend(axes, fontsize="small")
+    return plots.save(figure, path)
 
 
 # Measures a student beside its teacher and its base on held-out prompts and responses.
@@ -372,8 +337,7 @@ class StudentOutcome:
         return StudentReport(
             models,
             agreement,
-            self._compare(pairs, spoken[STUDENT], spoken[BASE]),
-            self._compare(pairs, spoken[STUDENT], spoken[TEACHER]),
+            {n: self._compare(pairs, spoken[STUDENT], spoken[n]) for n in (BASE, TEACHER)},
             adapter_parameters(self.adapter_dir),
             _weight_bytes(self.adapter_dir, adapter=True),
             history,
@@ -441,7 +405,7 @@ class StudentOutcome:
             )
             for i, pair in enumerate(pairs)
         ]
-        return compare_pairs(responses, judge=_JUDGE, bootstrap=Bootstrap(seed=self.seed))
+        return compare_pairs(responses, _JUDGE, Bootstrap(seed=self.seed))
 
 
 def _weight_bytes(directory: Path, adapter: bool = False) -> int:
@@ -484,7 +448,6 @@ class CardFacts:
     lineage: Sequence[tuple[str, str, str, str]]
     metrics: Mapping[str, float]
     summary: Sequence[str] = ()
-    tags: Sequence[str] = field(default=("rlhf-flows", "distillation"))
 
 
 def render_student_card(facts: CardFacts, form: Form) -> str:
@@ -495,33 +458,34 @@ def render_student_card(facts: CardFacts, form: Form) -> str:
         if form == "adapter"
         else "Load it with `transformers.AutoModelForCausalLM.from_pretrained(directory)`."
     )
-    sections = [
-        _front_matter(facts, form),
-        f"# {what} of a distilled student",
-        f"Base model: {cell(facts.base)}. Teacher: {cell(facts.teacher)}. {use}",
-        *map(cell, facts.summary),
-        "## Training",
-        table(("setting", "value"), [(cell(n), cell(v)) for n, v in facts.settings.items()]),
-        "## Data",
-        *[f"- {cell(name)}" for name in facts.data],
-        "## Licences",
-        table(
-            ("of", "licence"),
-            [
-                ("this model", cell(facts.license)),
-                ("base model", cell(facts.base_license)),
-                ("data", cell(facts.data_license)),
-            ],
-        ),
-        "## Metrics",
-        table(("metric", "value"), [(cell(n), f"{v:.6g}") for n, v in facts.metrics.items()]),
-        "## Lineage",
-        table(
-            ("artefact", "kind", "fingerprint", "MLflow run"),
-            [tuple(map(cell, row)) for row in facts.lineage],
-        ),
-    ]
-    return "\n\n".join(sections) + "\n"
+    return join(
+        [
+            _front_matter(facts, form),
+            f"# {what} of a distilled student",
+            f"Base model: {cell(facts.base)}. Teacher: {cell(facts.teacher)}. {use}",
+            *map(cell, facts.summary),
+            "## Training",
+            table(("setting", "value"), [(cell(n), cell(v)) for n, v in facts.settings.items()]),
+            "## Data",
+            *[f"- {cell(name)}" for name in facts.data],
+            "## Licences",
+            table(
+                ("of", "licence"),
+                [
+                    ("this model", cell(facts.license)),
+                    ("base model", cell(facts.base_license)),
+                    ("data", cell(facts.data_license)),
+                ],
+            ),
+            "## Metrics",
+            table(("metric", "value"), [(cell(n), f"{v:.6g}") for n, v in facts.metrics.items()]),
+            "## Lineage",
+            table(
+                ("artefact", "kind", "fingerprint", "MLflow run"),
+                [tuple(map(cell, row)) for row in facts.lineage],
+            ),
+        ]
+    )
 
 
 def _front_matter(facts: CardFacts, form: Form) -> str:
@@ -535,7 +499,7 @@ def _front_matter(facts: CardFacts, form: Form) -> str:
         "license": facts.license if known else "other",
         **({} if known else {"license_name": UNKNOWN}),
         "datasets": [name for name in facts.data if re.fullmatch(r"[\w.-]+/[\w.-]+", name)],
-        "tags": [*facts.tags, *(["lora"] if form == "adapter" else [])],
+        "tags": ["rlhf-flows", "distillation", *(["lora"] if form == "adapter" else [])],
     }
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items() if value != []]
     return "\n".join(["---", *lines, "---"])

@@ -22,6 +22,7 @@ from tasks.context import StageContext
 from tasks.data.history import FILE_NAME, RunHistory, read_history
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.distill.config import DistillConfig
 from tasks.distill.report import (
     BASE,
     STUDENT,
@@ -33,6 +34,7 @@ from tasks.distill.report import (
     data_names,
     licenses_of,
     lineage_rows,
+    summarize,
     write_cards,
     write_student_report,
 )
@@ -46,7 +48,6 @@ from tasks.distill.student import (
 )
 from tasks.distill.teacher import StudentData, Teacher
 from tasks.errors import DataError
-from tasks.pipeline_config import DistillConfig
 from tasks.runtime.logits_hooks import FLAG, TEACHER_IDS, TEACHER_LOGPROBS, WEIGHTS, StudentLoss
 from tasks.runtime.rows import Batch, Responses, RoleSpec
 from tasks.runtime.session import Session, open_session
@@ -244,7 +245,7 @@ class _Distillation:
             settings=settings,
             lineage=[own, *lineage_rows(draft.parents)],
             metrics=dict(draft.metrics),
-            summary=() if report is None else report.record()["summary"],
+            summary=() if report is None else summarize(report),
             **licenses_of(self.cfg.card, self.student_dir),
         )
 

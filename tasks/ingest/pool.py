@@ -1,6 +1,6 @@
 """Worker processes that parse chunks.
 
-A worker is `tasks.data.chunk_worker` run as a program. It knows its parent by a pair of pipes
+A worker is `tasks.ingest.worker` run as a program. It knows its parent by a pair of pipes
 alone: when the parent is gone, however it ended, the worker reads an end of file and ends, too. It
 does not import the parent's main module, unlike multiprocessing's workers, so it starts in a tenth
 of a second.

@@ -1,4 +1,4 @@
-"""The program of a process that parses chunks; see `tasks.data.chunk_pool`."""
+"""The program of a process that parses chunks; see `tasks.ingest.pool`."""
 
 from __future__ import annotations
 

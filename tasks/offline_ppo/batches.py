@@ -7,7 +7,7 @@ snapshot is needed for, so no second copy of the model exists.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from tasks.algorithms.advantages import group_statistics
 from tasks.algorithms.samplers import Draw, OfflineSampler, Priorities, Strata
 from tasks.errors import ConfigError, DataError
-from tasks.pipeline_config import OfflinePPOConfig
-from tasks.runtime.rows import ACTOR, CRITIC, Row, Trajectories, mask_of, pad
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.offline_ppo.objectives import OBJECTIVES, Objective
+from tasks.runtime.rows import ACTOR, CRITIC, Row, Trajectories, mask_of, pad, unpad
 from tasks.runtime.session import Session
 
 
@@ -36,23 +37,73 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """What one optimizer step sees; (B, T) tensors over response tokens.
+    """What one optimizer step sees of B rows; (B, T) tensors over response tokens.
 
     Args:
-        indices: of the rows in the dataset.
-        corrections: (B,) factors of a prioritised draw.
         rows: prompts and responses.
-        mask: True = a real response token.
-        proximal_logprobs: of the snapshot, or of the reference where no snapshot is needed.
-        values: of the critic, where there is one.
+        mask: (B, T) bool, True = a real response token.
+        groups: (B,) int64, the prompt of each row.
+        rewards: (B,) of the dataset.
+        corrections: (B,) factors of a prioritised draw.
+        behavior_logprobs, ref_logprobs: (B, T) of the dataset.
+        proximal_logprobs: (B, T) of the snapshot, or of the reference where none is needed.
+        values: (B, T) of the critic before each token, where there is one.
+        bootstrap_values: (B,) of the critic after the last token of a response that was cut off; 0
+            where it ends its turn.
+        advantages, weights, returns: (B, T), of `step.prepare_step` where the policy loss has them.
     """
 
-    indices: Sequence[int]
-    corrections: Tensor
     rows: Sequence[Row]
     mask: Tensor
+    groups: Tensor
+    rewards: Tensor
+    corrections: Tensor
+    behavior_logprobs: Tensor
+    ref_logprobs: Tensor
     proximal_logprobs: Tensor
-    values: Tensor | None
+    values: Tensor | None = None
+    bootstrap_values: Tensor | None = None
+    advantages: Tensor | None = None
+    weights: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        data: Trajectories,
+        drawn: Drawn,
+        proximal: Sequence[Tensor] | None,
+        values: Sequence[Tensor] | None,
+    ) -> Minibatch:
+        """Put together what is known of the drawn rows.
+
+        Args:
+            proximal: of the snapshot, (T_i,) for each row; None = the reference.
+            values: of the critic, (T_i + 1,) for each row: also after its last token.
+        """
+        rows = [data.rows[i] for i in drawn.rows]
+        ref = [data.ref_logprobs[i] for i in drawn.rows]
+        bootstrap = None
+        if values is not None:
+            last = torch.stack([row[-1] for row in values]).float()
+            bootstrap = torch.where(data.ended[drawn.rows], 0.0, last)
+        return cls(
+            rows,
+            mask_of(rows),
+            data.group_of[drawn.rows],
+            data.rewards[drawn.rows],
+            torch.tensor(drawn.corrections),
+            pad([data.behavior_logprobs[i] for i in drawn.rows]),
+            pad(ref),
+            pad(ref if proximal is None else proximal),
+            None if values is None else pad([row[:-1] for row in values]).float(),
+            bootstrap,
+        )
+
+    def columns(self, names: Iterable[str], n_rows: int) -> dict[str, list[Tensor]]:
+        """Return (B, T) tensors by name, without their padding, of the first rows."""
+        rows = self.rows[:n_rows]
+        return {name: unpad(getattr(self, name)[:n_rows], rows) for name in names}
 
 
 @dataclass(frozen=True)
@@ -70,16 +121,14 @@ class BatchSource:
     data: Trajectories
 
     @property
-    def uses_critic(self) -> bool:
-        """Whether advantages are estimated with a value function."""
-        return self.cfg.policy_loss != "dpo" and self.cfg.advantage.estimator == "gae"
+    def objective(self) -> Objective:
+        """The policy loss."""
+        return OBJECTIVES[self.cfg.policy_loss]
 
     @property
-    def needs_snapshot(self) -> bool:
-        """Whether the policy's own log-probabilities enter a step before it is taken."""
-        if self.cfg.policy_loss == "ppo":
-            return self.cfg.reanchor_steps > 0
-        return self.cfg.policy_loss != "dpo" and self.cfg.reward.kl_coef > 0.0
+    def uses_critic(self) -> bool:
+        """Whether advantages are estimated with a value function."""
+        return self.cfg.advantage.estimator == "gae"
 
     def rows_of(self, draw: Draw) -> Drawn:
         """Return the rows of a step over these prompts."""
@@ -88,7 +137,7 @@ class BatchSource:
         is_corrected = self.cfg.sampler.correct_priority
         for prompt, correction in zip(draw.indices, draw.corrections, strict=True):
             members = self.data.groups[prompt]
-            if self.cfg.policy_loss == "dpo":
+            if self.objective.in_pairs:
                 members = [i for i in members if i < self.data.n_stored]
             rows += members
             corrections += [correction if is_corrected else 1.0] * len(members)
@@ -103,7 +152,7 @@ class BatchSource:
         Raises:
             DataError: too few rows for the ranks.
         """
-        unit = self.session.host.ranks * (2 if self.cfg.policy_loss == "dpo" else 1)
+        unit = self.session.host.ranks * self.objective.group_size
         count = len(batch.rows) - len(batch.rows) % unit
         if not count:
             raise DataError(
@@ -114,36 +163,27 @@ class BatchSource:
         return count
 
     def window(self, steps: Sequence[Drawn]) -> list[Minibatch]:
-        """Compute what the snapshot says of the rows of several steps."""
-        drawn = [step.rows for step in steps]
-        rows = [self.data.rows[i] for indices in drawn for i in indices]
-        proximal, values = self._read(rows)
-        if proximal is None:
-            proximal = [self.data.ref_logprobs[i] for indices in drawn for i in indices]
+        """Take a snapshot: ask policy and critic, where they are needed, for the rows of several
+        steps at once."""
+        rows = [self.data.rows[i] for step in steps for i in step.rows]
+        proximal = values = None
+        needs_snapshot = self.objective.needs_snapshot(
+            self.cfg.reanchor_steps, self.cfg.reward.kl_coef
+        )
+        if needs_snapshot and self.uses_critic:
+            proximal, values = self.session.logprobs_and_values(ACTOR, CRITIC, rows)
+        elif needs_snapshot:
+            proximal = self.session.logprobs(ACTOR, rows)
+        elif self.uses_critic:
+            values = self.session.values(CRITIC, rows)
         batches, start = [], 0
-        for step, indices in zip(steps, drawn, strict=True):
-            span = slice(start, start + len(indices))
-            start += len(indices)
+        for step in steps:
+            span = slice(start, start + len(step.rows))
+            start = span.stop
             batches.append(
-                Minibatch(
-                    indices,
-                    torch.tensor(step.corrections),
-                    rows[span],
-                    mask_of(rows[span]),
-                    pad(proximal[span]),
-                    None if values is None else pad(values[span]).float(),
-                )
+                Minibatch.of(self.data, step, proximal and proximal[span], values and values[span])
             )
         return batches
-
-    def _read(self, rows: Sequence[Row]) -> tuple[Sequence[Tensor] | None, Sequence[Tensor] | None]:
-        """Return what policy and critic say of the rows, where they are asked."""
-        if self.needs_snapshot and self.uses_critic:
-            return self.session.logprobs_and_values(ACTOR, CRITIC, rows)
-        return (
-            self.session.logprobs(ACTOR, rows) if self.needs_snapshot else None,
-            self.session.values(CRITIC, rows) if self.uses_critic else None,
-        )
 
 
 # Which prompts a step trains on.

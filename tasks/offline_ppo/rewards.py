@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,51 +22,12 @@ from tasks.artifacts import RewardModelCheckpoint
 from tasks.context import RunLog
 from tasks.data.columns import cached_scores
 from tasks.data.hh import Pair
-from tasks.errors import ConfigError, MissingInputError, RewardError
-from tasks.pipeline_config import RewardConfig
+from tasks.errors import ConfigError
+from tasks.offline_ppo.config import RewardConfig
+from tasks.offline_ppo.reward_process import Judged, RewardFunction
 from tasks.runtime.rows import NUMERIC_FIELDS, ComponentValues, Row, hash_rows
 from tasks.runtime.scoring import ComponentScores, RewardScorer, RewardScores
 from tasks.runtime.session import Session
-
-# What a stored response is worth: the reward model, the label, a function of the user's, or a
-# mixture.
-
-RewardFunction = Callable[[str, str, str, dict[str, Any]], float]
-RESPONSES_PER_TASK = 4000
-_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A response as a reward function sees it.
-
-    Args:
-        data_source: subset.
-        solution_str: the response.
-        ground_truth: the dataset's chosen response to the same prompt.
-        extra_info: ``prompt`` as messages, ``pair_id``, ``side``.
-        where: file and line, for messages.
-    """
-
-    data_source: str
-    solution_str: str
-    ground_truth: str
-    extra_info: dict[str, Any]
-    where: str
-
-    @classmethod
-    def of(cls, pair: Pair, side: str, response: str) -> Judged:
-        """Build it for a response to the prompt of a pair.
-
-        Args:
-            pair: gives prompt, subset and chosen response.
-            side: ``chosen``, ``rejected``, or where else the response comes from.
-            response: its text.
-        """
-        prompt = [{"role": turn.role, "content": turn.content} for turn in pair.prompt]
-        extra = {"prompt": prompt, "pair_id": pair.pair_id, "side": side}
-        where = f"{side} response of {pair.source_file}:{pair.source_line}"
-        return cls(pair.subset, response, pair.chosen, extra, where)
 
 
 def both_sides(pairs: Sequence[Pair]) -> list[Judged]:
@@ -82,120 +39,10 @@ def both_sides(pairs: Sequence[Pair]) -> list[Judged]:
     ]
 
 
-def load_reward_function(path: str, name: str) -> RewardFunction:
-    """Load ``name`` from a Python file; its signature is verl's.
-
-    ``reward_fn(data_source, solution_str, ground_truth, extra_info) -> float``: subset, response,
-    the chosen response, and ``{"prompt", "pair_id", "side"}``.
-
-    Raises:
-        MissingInputError: no such file.
-        RewardError: no such function, or one that takes other arguments.
-    """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise MissingInputError(
-            f"No reward function file {file}",
-            "a Python file",
-            "correct offline_ppo.reward.function_path",
-        )
-    spec = importlib.util.spec_from_file_location(f"rlhf_reward_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RewardError(
-            f"{file} does not import: {error}", "a module that imports", "mend the file"
-        ) from error
-    function: RewardFunction | None = getattr(module, name, None)
-    if not callable(function):
-        raise RewardError(
-            f"{file} has no function {name!r}", name, "correct offline_ppo.reward.function_name"
-        )
-    try:
-        inspect.signature(function).bind(**dict.fromkeys(_PARAMETERS))
-    except TypeError as error:
-        raise RewardError(
-            f"{name} in {file} cannot be called: {error}",
-            f"parameters {', '.join(_PARAMETERS)}",
-            "rename them",
-        ) from error
-    return function
-
-
-def function_scores(function: RewardFunction, responses: Sequence[Judged]) -> Tensor:
-    """Score N responses with a function of the user's.
-
-    Returns:
-        (N,) fp32.
-
-    Raises:
-        RewardError: it raised or returned something that is not a finite number; names row and
-            value.
-    """
-    scores = []
-    for response in responses:
-        where = f"reward function on the {response.where}"
-        try:
-            value = float(
-                function(  # by name, as verl calls it
-                    data_source=response.data_source,  # type: ignore[call-arg]
-                    solution_str=response.solution_str,
-                    ground_truth=response.ground_truth,
-                    extra_info=response.extra_info,
-                )
-            )
-        except Exception as error:
-            raise RewardError(
-                f"{where} raised {error!r}", "a number", "mend the function"
-            ) from error
-        if not math.isfinite(value):
-            raise RewardError(f"{where} returned {value}", "a finite number", "mend the function")
-        scores.append(value)
-    return torch.tensor(scores)
-
-
-def function_scores_on_cluster(
-    path: str, name: str, responses: Sequence[Judged], per_task: int = RESPONSES_PER_TASK
-) -> Tensor:
-    """Score N responses with a function of the user's, in Ray tasks.
-
-    The file must be there on every node. Few responses are scored here: a task needs seconds to
-    start.
-
-    Args:
-        path: Python file.
-        name: function in it.
-        responses: N of them.
-        per_task: responses that one task scores.
-
-    Returns:
-        (N,) fp32.
-
-    Raises:
-        RewardError: as in `function_scores`.
-    """
-    if len(responses) <= per_task:
-        return function_scores(load_reward_function(path, name), responses)
-    import ray
-
-    # The ranks hold the CPUs of a small machine for as long as they live.
-    score = ray.remote(num_cpus=0)(_score_part)
-    starts = range(0, len(responses), per_task)
-    parts = [
-        score.remote(path, name, list(responses[start : start + per_task])) for start in starts
-    ]
-    try:
-        return torch.cat(ray.get(parts))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, RewardError):
-            raise error.cause from None
-        raise
-
-
-def _score_part(path: str, name: str, responses: Sequence[Judged]) -> Tensor:
-    return function_scores(load_reward_function(path, name), responses)
+def function_of(cfg: RewardConfig) -> RewardFunction:
+    """Return the user's function with its limits."""
+    path, name = str(cfg.function_path), cfg.function_name
+    return RewardFunction(path, name, cfg.function_seconds, cfg.function_memory_gib)
 
 
 def normalize_component(cfg: RewardConfig, raw: Tensor, mean: float, std: float) -> Tensor:
@@ -243,7 +90,7 @@ def check_components(cfg: RewardConfig, reward_model: RewardModelCheckpoint) -> 
                 "correct the name, or train the reward model with that component",
             )
     if "function" in cfg.components:
-        load_reward_function(str(cfg.function_path), cfg.function_name)
+        function_of(cfg).check()
 
 
 @dataclass(frozen=True)
@@ -295,8 +142,7 @@ class ComponentScorer:
                 if name.split(".")[0] == REWARD_MODEL:
                     values[name] = self._normalized(scores, name)
         if "function" in wanted:
-            path, name = str(self.cfg.function_path), self.cfg.function_name
-            values["function"] = function_scores_on_cluster(path, name, responses)
+            values["function"] = torch.tensor(function_of(self.cfg).scores(responses))
         return ComponentValues(values, disagreement)
 
     def _scores(self, rows: Sequence[Row]) -> RewardScores:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import pyarrow as pa
 import torch
@@ -24,10 +24,8 @@ from tasks.algorithms.win_rates import (
     win_credit,
 )
 from tasks.data.hh import Message
-from tasks.data.schemas import RowGroupWriter, make_schema
-from tasks.report.page import plain
-
-TRAINED_ON_JUDGE: Final = "the reward model that it was trained on"
+from tasks.data.schemas import make_schema, write_rows
+from tasks.report.page import cell, example, join, plain
 
 
 @dataclass(frozen=True)
@@ -35,25 +33,20 @@ class HeldOut:
     """The policy against the base on prompts that nothing was trained on.
 
     Args:
+        judge: who scored, in words that follow "by".
         subsets: plain win rates by subset, where there are several.
         kl: None where it was not measured.
-        judge: who scored, in words that follow "by".
     """
 
     pairs: Sequence[ResponsePair]
+    judge: str
     comparison: PolicyComparison
     subsets: Mapping[str, PlainWinRate]
     kl: ProbeKL | None = None
-    judge: str = TRAINED_ON_JUDGE
 
 
 def compare_pairs(
-    pairs: Sequence[ResponsePair],
-    kl: ProbeKL | None = None,
-    *,
-    judge: str = TRAINED_ON_JUDGE,
-    tie_tolerance: float = 0.0,
-    bootstrap: Bootstrap | None = None,
+    pairs: Sequence[ResponsePair], judge: str, bootstrap: Bootstrap, kl: ProbeKL | None = None
 ) -> HeldOut:
     """Compare the responses of the policy with those of the base.
 
@@ -64,10 +57,8 @@ def compare_pairs(
     ours = Side(*_columns([(pair.policy_score, pair.policy_tokens) for pair in pairs]))
     theirs = Side(*_columns([(pair.base_score, pair.base_tokens) for pair in pairs]))
     prompts = _prompt_index(pairs)
-    compared = compare_policies(
-        ours, theirs, prompts, tie_tolerance=tie_tolerance, bootstrap=bootstrap
-    )
-    credit = win_credit(ours.scores, theirs.scores, tie_tolerance=tie_tolerance)
+    compared = compare_policies(ours, theirs, prompts, bootstrap=bootstrap)
+    credit = win_credit(ours.scores, theirs.scores)
     places: dict[str, list[int]] = {}
     for place, pair in enumerate(pairs):
         places.setdefault(pair.subset, []).append(place)
@@ -76,7 +67,7 @@ def compare_pairs(
         for name in sorted(places)
         if len(places) > 1
     }
-    return HeldOut(pairs, compared, subsets, kl, judge)
+    return HeldOut(pairs, judge, compared, subsets, kl)
 
 
 def _columns(rows: Sequence[tuple[float, int]]) -> tuple[Tensor, Tensor]:
@@ -90,8 +81,6 @@ def _prompt_index(pairs: Sequence[ResponsePair]) -> Tensor:
         [index.setdefault(pair.prompt_id, len(index)) for pair in pairs], dtype=torch.long
     )
 
-
-SampleGroup = Literal["best", "worst", "random"]
 
 _ROWS_PER_GROUP: Final = 10_000
 
@@ -147,20 +136,6 @@ class ResponsePair:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A pair that is shown, and why.
-
-    Args:
-        group: ``best`` (the policy is furthest ahead), ``worst`` (furthest behind) or ``random``.
-        rank: from 1 within the group.
-    """
-
-    group: SampleGroup
-    rank: int
-    pair: ResponsePair
-
-
 def prompt_text(messages: Sequence[Message]) -> str:
     """Return a conversation as lines that begin with the role; a lone turn is shown bare."""
     if len(messages) == 1:
@@ -173,8 +148,17 @@ def sort_pairs(pairs: Sequence[ResponsePair]) -> list[ResponsePair]:
     return sorted(pairs, key=lambda pair: (-pair.score_difference, pair.prompt_id))
 
 
-def pick_samples(pairs: Sequence[ResponsePair], n: int = 10, seed: int = 0) -> list[Sample]:
-    """Return the n best, the n worst (the worst first), and n of the others at random.
+# Pairs that are shown, by why they are.
+Samples = Mapping[str, Sequence[ResponsePair]]
+_HEADINGS: Final = {
+    "best": "Where the policy is furthest ahead",
+    "worst": "Where the policy is furthest behind",
+    "random": "At random from the others",
+}
+
+
+def pick_samples(pairs: Sequence[ResponsePair], n: int = 10, seed: int = 0) -> Samples:
+    """Return the n ``best``, the n ``worst`` (the worst first), and n of the others at ``random``.
 
     No pair comes twice, so few pairs fill fewer groups. The random ones are in the order of their
     score difference.
@@ -183,38 +167,23 @@ def pick_samples(pairs: Sequence[ResponsePair], n: int = 10, seed: int = 0) -> l
     n_best, n_worst = min(n, (len(ordered) + 1) // 2), min(n, len(ordered) // 2)
     middle = ordered[n_best : len(ordered) - n_worst]
     places = random.Random(seed).sample(range(len(middle)), min(n, len(middle)))
-    groups: dict[SampleGroup, list[ResponsePair]] = {
+    return {
         "best": ordered[:n_best],
         "worst": ordered[len(ordered) - n_worst :][::-1],
         "random": [middle[place] for place in sorted(places)],
     }
+
+
+def sample_rows(samples: Samples) -> list[dict[str, Any]]:
+    """Return one flat row per sample: group, rank from 1 within it, and the pair's row."""
     return [
-        Sample(group, rank, pair)
-        for group, members in groups.items()
-        for rank, pair in enumerate(members, start=1)
+        {"group": group, "rank": rank, **pair.as_row()}
+        for group, pairs in samples.items()
+        for rank, pair in enumerate(pairs, start=1)
     ]
 
 
-def sample_rows(samples: Sequence[Sample], max_chars: int | None = None) -> list[dict[str, Any]]:
-    """Return one flat row per sample, in the form of a table artifact.
-
-    Args:
-        max_chars: texts are cut to this with a mark; None keeps them whole.
-    """
-    return [
-        {"group": sample.group, "rank": sample.rank}
-        | {key: _cut(value, max_chars) for key, value in sample.pair.as_row().items()}
-        for sample in samples
-    ]
-
-
-def _cut(value: Any, max_chars: int | None) -> Any:
-    if not isinstance(value, str) or max_chars is None or len(value) <= max_chars:
-        return value
-    return value[:max_chars] + " ..."
-
-
-def write_sample_table(path: Path, samples: Sequence[Sample]) -> None:
+def write_sample_table(path: Path, samples: Samples) -> None:
     """Write the samples as JSON ``{"columns": [...], "data": [[...], ...]}``.
 
     That is the form in which MLflow keeps a logged table.
@@ -225,7 +194,28 @@ def write_sample_table(path: Path, samples: Sequence[Sample]) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def render_samples(samples: Samples) -> str:
+    """Return pairs of responses to read; what people and models wrote is kept inert."""
+    sections = ["# Responses of base and policy, side by side"]
+    for group, pairs in samples.items():
+        sections.append(f"## {_HEADINGS[group]}" if pairs else "")
+        sections += [_sample_section(rank, pair) for rank, pair in enumerate(pairs, start=1)]
+    return join(sections)
+
+
+def _sample_section(rank: int, pair: ResponsePair) -> str:
+    facts = [
+        f"score of the base {pair.base_score:.3f}, of the policy {pair.policy_score:.3f}, "
+        f"difference {pair.score_difference:+.3f}",
+        f"{pair.base_tokens} and {pair.policy_tokens} tokens",
+    ]
+    if pair.subset:
+        facts.append(f"subset {cell(pair.subset)}")
+    texts = {"Prompt": pair.prompt, "Base": pair.base_response, "Policy": pair.policy_response}
+    return example(f"{rank}. Prompt {cell(pair.prompt_id)}", facts, texts)
+
+
 def write_response_pairs(path: Path, pairs: Sequence[ResponsePair]) -> None:
     """Write all pairs as Parquet, by score difference, the policy's best first."""
-    with RowGroupWriter(path, RESPONSE_PAIR_SCHEMA, _ROWS_PER_GROUP) as writer:
-        writer.write(pair.as_row() for pair in sort_pairs(pairs))
+    rows = (pair.as_row() for pair in sort_pairs(pairs))
+    write_rows(path, rows, RESPONSE_PAIR_SCHEMA, _ROWS_PER_GROUP)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from tasks.algorithms.calibration import (
@@ -22,11 +20,11 @@ from tasks.algorithms.calibration import (
     pair_log_loss,
     reliability_bins,
 )
-from tasks.algorithms.masking import check_finite
 from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
-from tasks.report.page import block, cell, table
+from tasks.report import plots
+from tasks.report.page import cell, example, interval, join, table, write_report
 
 _QUANTILES: Final = (0.05, 0.25, 0.5, 0.75, 0.95)
 _ACCURACY_BINS: Final = 5
@@ -86,42 +84,24 @@ def scored_pairs(
     texts = {pair.pair_id: pair for pair in pairs}
     apart = [None] * len(rendered) if disagreement is None else disagreement.tolist()
     columns = zip(rendered, chosen.tolist(), rejected.tolist(), apart, strict=True)
-    return [_scored_pair(texts[row.pair_id], row, (c, r), d) for row, c, r, d in columns]
-
-
-def _scored_pair(
-    pair: Pair, row: RenderedPair, scores: tuple[float, float], disagreement: float | None
-) -> ScoredPair:
-    return ScoredPair(
-        pair_id=pair.pair_id,
-        subset=pair.subset,
-        chosen_score=scores[0],
-        rejected_score=scores[1],
-        chosen_tokens=len(row.chosen_ids),
-        rejected_tokens=len(row.rejected_ids),
-        last_turn=pair.prompt[-1].content if pair.prompt else "",
-        chosen=pair.chosen,
-        rejected=pair.rejected,
-        source_file=pair.source_file,
-        source_line=pair.source_line,
-        disagreement=disagreement,
-    )
-
-
-@dataclass(frozen=True)
-class Distribution:
-    """Spread of n values.
-
-    Args:
-        std: unbiased; 0 for one value.
-        quantiles: by name, ``p05`` to ``p95``, interpolated linearly between values.
-    """
-
-    mean: float
-    std: float
-    minimum: float
-    maximum: float
-    quantiles: Mapping[str, float]
+    return [
+        ScoredPair(
+            pair_id=row.pair_id,
+            subset=pair.subset,
+            chosen_score=chosen_score,
+            rejected_score=rejected_score,
+            chosen_tokens=len(row.chosen_ids),
+            rejected_tokens=len(row.rejected_ids),
+            last_turn=pair.prompt[-1].content if pair.prompt else "",
+            chosen=pair.chosen,
+            rejected=pair.rejected,
+            source_file=pair.source_file,
+            source_line=pair.source_line,
+            disagreement=far,
+        )
+        for row, chosen_score, rejected_score, far in columns
+        for pair in (texts[row.pair_id],)
+    ]
 
 
 @dataclass(frozen=True)
@@ -152,6 +132,8 @@ class PairSummary:
         ece: expected calibration error, from 0 to 0.5 where accuracy is above chance.
         longer_wins, shorter_wins: accuracy of always preferring the response with more, or fewer,
             tokens; equal lengths count half.
+        chosen, rejected, margin: mean, std (unbiased; 0 for one value), minimum, maximum, and
+            quantiles by name, ``p05`` to ``p95``, interpolated linearly between values.
         by_margin: by the absolute margin.
         by_length_difference: by tokens of chosen less tokens of rejected.
         by_disagreement: empty where the reward model has one member.
@@ -168,9 +150,9 @@ class PairSummary:
     ece_calibrated: float
     longer_wins: float
     shorter_wins: float
-    chosen: Distribution
-    rejected: Distribution
-    margin: Distribution
+    chosen: dict[str, Any]
+    rejected: dict[str, Any]
+    margin: dict[str, Any]
     by_margin: list[AccuracyBin]
     by_length_difference: list[AccuracyBin]
     by_disagreement: list[AccuracyBin]
@@ -205,8 +187,8 @@ class RewardReport:
             "baseline_longer_wins": self.overall.longer_wins,
             "baseline_shorter_wins": self.overall.shorter_wins,
             "test_tie_share": self.overall.n_ties / self.overall.n,
-            "test_margin_mean": self.overall.margin.mean,
-            "test_margin_std": self.overall.margin.std,
+            "test_margin_mean": self.overall.margin["mean"],
+            "test_margin_std": self.overall.margin["std"],
         }
         names = ("accuracy", "accuracy_low", "accuracy_high", "log_loss", "log_loss_calibrated")
         for name in (*names, "ece", "ece_calibrated"):
@@ -229,9 +211,7 @@ class RewardReport:
         }
 
 
-def reward_report(
-    validation: Sequence[ScoredPair], test: Sequence[ScoredPair], n_worst: int = _WORST_PAIRS
-) -> RewardReport:
+def reward_report(validation: Sequence[ScoredPair], test: Sequence[ScoredPair]) -> RewardReport:
     """Fit the temperature on the validation pairs and report on the test pairs.
 
     Raises:
@@ -255,7 +235,7 @@ def reward_report(
         },
         reliability=reliability_bins(margins),
         reliability_calibrated=reliability_bins(margins, temperature.value),
-        worst=sorted(test, key=lambda pair: (pair.margin, pair.pair_id))[:n_worst],
+        worst=sorted(test, key=lambda pair: (pair.margin, pair.pair_id))[:_WORST_PAIRS],
         test=test,
     )
 
@@ -294,10 +274,8 @@ def summarize_pairs(pairs: Sequence[ScoredPair], temperature: float) -> PairSumm
     )
 
 
-def accuracy_bins(
-    values: Tensor, margins: Tensor, n_bins: int = _ACCURACY_BINS
-) -> list[AccuracyBin]:
-    """Return the accuracy of pairs by a quantity, in up to ``n_bins`` bins of about equal size.
+def accuracy_bins(values: Tensor, margins: Tensor) -> list[AccuracyBin]:
+    """Return the accuracy of pairs by a quantity, in up to five bins of about equal size.
 
     Pairs of equal quantity are never torn apart, so there may be fewer bins.
 
@@ -305,9 +283,8 @@ def accuracy_bins(
         values: ``(P,)``, the quantity.
         margins: ``(P,)``.
     """
-    check_finite("values", values)
     ordered = values.double().sort().values
-    cuts = [ordered[len(ordered) * k // n_bins] for k in range(1, n_bins)]
+    cuts = [ordered[len(ordered) * k // _ACCURACY_BINS] for k in range(1, _ACCURACY_BINS)]
     place = torch.bucketize(values.double(), torch.stack(cuts), right=True)
     bins = []
     for k in sorted(set(place.tolist())):
@@ -322,38 +299,34 @@ def _column(values: Sequence[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _distribution(values: Sequence[float]) -> Distribution:
+def _distribution(values: Sequence[float]) -> dict[str, Any]:
     column = _column(values)
     ordered = column.sort().values.tolist()
-    return Distribution(
-        mean=float(column.mean()),
-        std=float(column.std()) if len(values) > 1 else 0.0,
-        minimum=ordered[0],
-        maximum=ordered[-1],
-        quantiles={f"p{round(100 * q):02d}": _interpolated(ordered, q) for q in _QUANTILES},
-    )
+    return {
+        "mean": float(column.mean()),
+        "std": float(column.std()) if len(values) > 1 else 0.0,
+        "minimum": ordered[0],
+        "maximum": ordered[-1],
+        "quantiles": {f"p{round(100 * q):02d}": _quantile(ordered, q) for q in _QUANTILES},
+    }
 
 
-def _interpolated(ordered: Sequence[float], q: float) -> float:
+def _quantile(ordered: Sequence[float], q: float) -> float:
     # torch.quantile refuses more than 16 million values.
     position = q * (len(ordered) - 1)
-    below = math.floor(position)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def write_reward_report(report: RewardReport, directory: Path) -> list[Path]:
     """Write ``report.json``, ``report.md`` and the plots; return what was written."""
-
-    directory.mkdir(parents=True, exist_ok=True)
-    record = directory / "report.json"
-    record.write_text(json.dumps(report.as_json(), indent=2, allow_nan=False) + "\n")
-    page = directory / "report.md"
-    page.write_text(render_reward_report(report), encoding="utf-8")
-    return [record, page, *draw_plots(report, directory)]
+    files = write_report(directory, report.as_json(), render_reward_report(report))
+    drawn = {name: partial(draw, report=report) for name, draw in _PLOTS.items()}
+    return files + plots.draw_plots(drawn, directory)
 
 
-# The reward model's report as a page of Markdown.
+# The page.
 
 _OUTCOMES: Final = {
     "fitted": "",
@@ -366,28 +339,33 @@ _OUTCOMES: Final = {
 
 def render_reward_report(report: RewardReport) -> str:
     """Return tables and the worst-ranked pairs; what people and models wrote is kept inert."""
-    overall = report.overall
-    sections = [
-        "# Reward model",
-        f"{overall.n} test pairs; the temperature is from {report.n_validation} validation pairs. "
-        "Scores are raw: the difference of two is the log odds of the better one.",
-        "![](overview.png)",
-        "## Accuracy",
-        "Share of pairs whose chosen response scores higher; ties count half. The interval is "
-        "Wilson's, 95 %.",
-        _accuracy_table(report),
-        "## Calibration",
-        _temperature_line(report),
-        _calibration_table(report),
-        "## Where it is right",
-        *_binned(overall),
-        "## Scores",
-        _score_table(report),
-        f"## The {len(report.worst)} worst-ranked pairs",
-        "The largest rejected less chosen first.",
-        *(_pair_section(rank, pair) for rank, pair in enumerate(report.worst, start=1)),
-    ]
-    return "\n\n".join(sections) + "\n"
+    overall, temperature = report.overall, report.temperature
+    remark = _OUTCOMES[temperature.outcome]
+    return join(
+        [
+            "# Reward model",
+            f"{overall.n} test pairs; the temperature is from {report.n_validation} validation "
+            "pairs. Scores are raw: the difference of two is the log odds of the better one.",
+            "![](overview.png)",
+            "## Accuracy",
+            "Share of pairs whose chosen response scores higher; ties count half. The interval is "
+            "Wilson's, 95 %.",
+            _accuracy_table(report),
+            "## Calibration",
+            f"Temperature {temperature.value:.4g}"
+            + (f": {remark}." if remark else "; margins are divided by it."),
+            _calibration_table(report),
+            "## Where it is right",
+            _bin_table("absolute margin", overall.by_margin, ".3f"),
+            _bin_table("tokens of chosen less rejected", overall.by_length_difference, ".0f"),
+            _bin_table("disagreement of members", overall.by_disagreement, ".3f"),
+            "## Scores",
+            _score_table(report),
+            f"## The {len(report.worst)} worst-ranked pairs",
+            "The largest rejected less chosen first.",
+            *(_pair_section(rank, pair) for rank, pair in enumerate(report.worst, start=1)),
+        ]
+    )
 
 
 def _named(report: RewardReport) -> list[tuple[str, PairSummary]]:
@@ -397,59 +375,30 @@ def _named(report: RewardReport) -> list[tuple[str, PairSummary]]:
 
 
 def _accuracy_table(report: RewardReport) -> str:
+    rows = []
+    for name, s in _named(report):
+        ends = interval(s.accuracy_low, s.accuracy_high)
+        by_length = (f"{s.longer_wins:.3f}", f"{s.shorter_wins:.3f}")
+        rows.append((name, s.n, s.n_ties, f"{s.accuracy:.3f}", ends, *by_length))
     header = ("pairs", "n", "ties", "accuracy", "95 %", "longer wins", "shorter wins")
-    rows = [
-        (name, s.n, s.n_ties, f"{s.accuracy:.3f}", _interval(s), *_shares(s))
-        for name, s in _named(report)
-    ]
     return table(header, rows)
-
-
-def _interval(found: PairSummary | AccuracyBin) -> str:
-    return f"{found.accuracy_low:.3f} to {found.accuracy_high:.3f}"
-
-
-def _shares(summary: PairSummary) -> tuple[str, str]:
-    return f"{summary.longer_wins:.3f}", f"{summary.shorter_wins:.3f}"
-
-
-def _temperature_line(report: RewardReport) -> str:
-    remark = _OUTCOMES[report.temperature.outcome]
-    ending = f": {remark}." if remark else "; margins are divided by it."
-    return f"Temperature {report.temperature.value:.4g}{ending}"
 
 
 def _calibration_table(report: RewardReport) -> str:
+    rows = []
+    for name, s in _named(report):
+        figures = (s.log_loss, s.log_loss_calibrated, s.ece, s.ece_calibrated)
+        rows.append((name, *(f"{value:.4f}" for value in figures)))
     header = ("pairs", "log loss (nats)", "at the temperature", "ECE", "at the temperature")
-    rows = [
-        (
-            name,
-            f"{s.log_loss:.4f}",
-            f"{s.log_loss_calibrated:.4f}",
-            f"{s.ece:.4f}",
-            f"{s.ece_calibrated:.4f}",
-        )
-        for name, s in _named(report)
-    ]
     return table(header, rows)
 
 
-def _binned(summary: PairSummary) -> list[str]:
-    tables = [
-        _bin_table("absolute margin", summary.by_margin, ".3f"),
-        _bin_table("tokens of chosen less rejected", summary.by_length_difference, ".0f"),
-    ]
-    if summary.by_disagreement:
-        tables.append(_bin_table("disagreement of members", summary.by_disagreement, ".3f"))
-    return tables
-
-
-def _bin_table(what: str, bins: Sequence[AccuracyBin], digits: str) -> str:
-    rows = [
-        (f"{b.low:{digits}} to {b.high:{digits}}", b.n, f"{b.accuracy:.3f}", _interval(b))
-        for b in bins
-    ]
-    return table((what, "n", "accuracy", "95 %"), rows)
+def _bin_table(what: str, bins: Sequence[AccuracyBin], form: str) -> str:
+    rows = []
+    for b in bins:
+        ends = interval(b.accuracy_low, b.accuracy_high)
+        rows.append((interval(b.low, b.high, form), b.n, f"{b.accuracy:.3f}", ends))
+    return table((what, "n", "accuracy", "95 %"), rows) if bins else ""
 
 
 def _score_table(report: RewardReport) -> str:
@@ -457,144 +406,93 @@ def _score_table(report: RewardReport) -> str:
     for name, summary in _named(report):
         for label in ("chosen", "rejected", "margin"):
             spread = getattr(summary, label)
-            values = (spread.mean, spread.std, *spread.quantiles.values())
+            values = (spread["mean"], spread["std"], *spread["quantiles"].values())
             rows.append((name, label, *(f"{value:.3f}" for value in values)))
-    header = ("pairs", "of", "mean", "s.d.", *report.overall.chosen.quantiles)
+    header = ("pairs", "of", "mean", "s.d.", *report.overall.chosen["quantiles"])
     return table(header, rows)
 
 
 def _pair_section(rank: int, pair: ScoredPair) -> str:
-    place = f"{pair.source_file}:{pair.source_line}"
     facts = [
         f"chosen {pair.chosen_score:.3f}, rejected {pair.rejected_score:.3f}, "
         f"margin {pair.margin:.3f}",
         f"{pair.chosen_tokens} and {pair.rejected_tokens} tokens",
         f"subset {cell(pair.subset)}",
-        cell(place),
+        cell(f"{pair.source_file}:{pair.source_line}"),
     ]
     if pair.disagreement is not None:
         facts.insert(1, f"disagreement {pair.disagreement:.3f}")
-    texts = (("Asked", pair.last_turn), ("Chosen", pair.chosen), ("Rejected", pair.rejected))
-    blocks = [f"{name}:\n\n{block(text)}" for name, text in texts]
-    return "\n\n".join([f"### {rank}. Pair {cell(pair.pair_id)}", "; ".join(facts), *blocks])
+    texts = {"Asked": pair.last_turn, "Chosen": pair.chosen, "Rejected": pair.rejected}
+    return example(f"{rank}. Pair {cell(pair.pair_id)}", facts, texts)
 
 
-# Plots of the reward model's report: one figure with all of them, and each as a file.
-
-_BLUE: Final = "#0072B2"
-_ORANGE: Final = "#D55E00"
-_GREY: Final = "#666666"
-_HISTOGRAM_BINS: Final = 30
-_DPI: Final = 120
-# The area of a marker, in square points, where all pairs are in one bin.
-_LARGEST_MARKER: Final = 400.0
-
-Draw = Callable[[Any, RewardReport], None]
+# The plots.
 
 
-def draw_plots(report: RewardReport, directory: Path) -> list[Path]:
-    """Write ``overview.png`` and one file for each plot; return them."""
-    files = [directory / "overview.png"]
-    overview = Figure(figsize=(14, 8))
-    places = overview.subplots(2, 3).flat
-    # Fixed margins: a computed layout takes several times as long as the drawing.
-    overview.subplots_adjust(left=0.06, right=0.98, top=0.95, bottom=0.08, wspace=0.25, hspace=0.3)
-    for name, draw in _PLOTS.items():
-        draw(next(places), report)
-        single = Figure(figsize=(6, 4.5))
-        draw(single.subplots(), report)
-        single.subplots_adjust(left=0.13, right=0.96, top=0.92, bottom=0.12)
-        files.append(directory / f"{name}.png")
-        single.savefig(files[-1], dpi=_DPI)
-    for unused in places:
-        unused.set_visible(False)
-    overview.savefig(files[0], dpi=_DPI)
-    return files
-
-
-def _reliability(axes: Any, report: RewardReport) -> None:
-    axes.plot([0.5, 1.0], [0.5, 1.0], color=_GREY, linewidth=0.8, label="calibrated")
-    _draw_reliability(axes, report.reliability, _ORANGE, "o", f"raw, ECE {report.overall.ece:.3f}")
-    after = f"T = {report.temperature.value:.3g}, ECE {report.overall.ece_calibrated:.3f}"
-    _draw_reliability(axes, report.reliability_calibrated, _BLUE, "s", after)
-    axes.set_xlim(0.49, 1.01)
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_xlabel("mean confidence in the preferred response")
-    axes.set_ylabel("accuracy (ties count half)")
-    axes.set_title("Reliability (area: share of pairs)")
+def _reliability(axes: plots.Axes, report: RewardReport) -> None:
+    overall, temperature = report.overall, report.temperature.value
+    raw = f"raw, ECE {overall.ece:.3f}"
+    scaled = f"T = {temperature:.3g}, ECE {overall.ece_calibrated:.3f}"
+    axes.plot([0.5, 1.0], [0.5, 1.0], color=plots.GREY, linewidth=0.8, label="calibrated")
+    plots.draw_reliability(axes, report.reliability, plots.ORANGE, "o", raw)
+    plots.draw_reliability(axes, report.reliability_calibrated, plots.BLUE, "s", scaled)
+    axes.set(
+        title="Reliability (area: share of pairs)",
+        xlabel="mean confidence in the preferred response",
+        ylabel="accuracy (ties count half)",
+        xlim=(0.49, 1.01),
+        ylim=(-0.02, 1.02),
+    )
     axes.legend(loc="lower right")
 
 
-def _draw_reliability(
-    axes: Any, bins: Sequence[ReliabilityBin], colour: str, marker: str, label: str
-) -> None:
-    confidence = [b.confidence for b in bins]
-    accuracy = [b.accuracy for b in bins]
-    total = sum(b.count for b in bins)
-    sizes = [max(8.0, _LARGEST_MARKER * b.count / total) for b in bins]
-    axes.plot(confidence, accuracy, color=colour, linewidth=1.2, marker=marker, ms=3, label=label)
-    axes.scatter(confidence, accuracy, s=sizes, color=colour, alpha=0.35, marker=marker)
-
-
-def _margins(axes: Any, report: RewardReport) -> None:
-    axes.hist([pair.margin for pair in report.test], bins=_HISTOGRAM_BINS, color=_BLUE)
+def _margins(axes: plots.Axes, report: RewardReport) -> None:
+    plots.draw_histograms(axes, {"": ([pair.margin for pair in report.test], plots.BLUE)})
     axes.axvline(0.0, color="black", linewidth=0.8)
-    axes.set_xlabel("margin, chosen less rejected (raw score, nats)")
-    axes.set_ylabel("test pairs")
-    axes.set_title(f"Margins: accuracy {report.overall.accuracy:.3f}")
+    axes.set(
+        title=f"Margins: accuracy {report.overall.accuracy:.3f}",
+        xlabel="margin, chosen less rejected (raw score, nats)",
+        ylabel="test pairs",
+    )
 
 
-def _scores(axes: Any, report: RewardReport) -> None:
+def _scores(axes: plots.Axes, report: RewardReport) -> None:
     columns = {
-        "chosen": ([pair.chosen_score for pair in report.test], _BLUE),
-        "rejected": ([pair.rejected_score for pair in report.test], _ORANGE),
+        "chosen": ([pair.chosen_score for pair in report.test], plots.BLUE),
+        "rejected": ([pair.rejected_score for pair in report.test], plots.ORANGE),
     }
-    low = min(min(values) for values, _ in columns.values())
-    high = max(max(values) for values, _ in columns.values())
-    for name, (values, colour) in columns.items():
-        span = (low, high) if high > low else None
-        style = {"color": colour, "alpha": 0.55, "label": name}
-        axes.hist(values, bins=_HISTOGRAM_BINS, range=span, **style)
+    plots.draw_histograms(axes, columns, alpha=0.55)
+    for values, colour in columns.values():
         axes.axvline(sum(values) / len(values), color=colour, linestyle="--", linewidth=1.2)
-    axes.set_xlabel("score (raw, nats); dashed: mean")
-    axes.set_ylabel("test responses")
-    axes.set_title("Scores")
+    axes.set(title="Scores", xlabel="score (raw, nats); dashed: mean", ylabel="test responses")
     axes.legend()
 
 
-def _by_margin(axes: Any, report: RewardReport) -> None:
+def _by_margin(axes: plots.Axes, report: RewardReport) -> None:
+    unit = "mean absolute margin in the bin (raw score, nats)"
     _draw_accuracy(axes, report.overall.by_margin, report.overall.accuracy)
-    axes.set_xlabel("mean absolute margin in the bin (raw score, nats)")
-    axes.set_title("Accuracy by margin")
+    axes.set(title="Accuracy by margin", xlabel=unit)
 
 
-def _by_length(axes: Any, report: RewardReport) -> None:
+def _by_length(axes: plots.Axes, report: RewardReport) -> None:
+    unit = "mean length of chosen less rejected in the bin (tokens)"
     _draw_accuracy(axes, report.overall.by_length_difference, report.overall.accuracy)
-    axes.axvline(0.0, color=_GREY, linewidth=0.8)
-    axes.set_xlabel("mean length of chosen less rejected in the bin (tokens)")
-    axes.set_title("Accuracy by length difference")
+    axes.axvline(0.0, color=plots.GREY, linewidth=0.8)
+    axes.set(title="Accuracy by length difference", xlabel=unit)
 
 
-def _draw_accuracy(axes: Any, bins: Sequence[AccuracyBin], overall: float) -> None:
-    below = [b.accuracy - b.accuracy_low for b in bins]
-    above = [b.accuracy_high - b.accuracy for b in bins]
-    axes.errorbar(
-        [b.mean for b in bins],
-        [b.accuracy for b in bins],
-        yerr=[below, above],
-        fmt="o-",
-        color=_BLUE,
-        capsize=3,
-        label="bin, 95 % interval",
-    )
-    axes.axhline(overall, color=_ORANGE, linestyle="--", linewidth=1.0, label="all test pairs")
-    axes.axhline(0.5, color=_GREY, linestyle=":", linewidth=1.0, label="chance")
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_ylabel("accuracy (ties count half)")
+def _draw_accuracy(axes: plots.Axes, bins: Sequence[AccuracyBin], overall: float) -> None:
+    means, accuracies = [b.mean for b in bins], [b.accuracy for b in bins]
+    ends = [(b.accuracy_low, b.accuracy_high) for b in bins]
+    style = {"fmt": "o-", "color": plots.BLUE, "label": "bin, 95 % interval"}
+    plots.draw_intervals(axes, means, accuracies, ends, **style)
+    plots.draw_line(axes, overall, "all test pairs")
+    axes.axhline(0.5, color=plots.GREY, linestyle=":", linewidth=1.0, label="chance")
+    axes.set(ylim=(-0.02, 1.02), ylabel="accuracy (ties count half)")
     axes.legend(loc="lower right")
 
 
-_PLOTS: Final[Mapping[str, Draw]] = {
+_PLOTS: Final = {
     "reliability": _reliability,
     "margins": _margins,
     "scores": _scores,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -30,12 +29,14 @@ from tasks.algorithms.reward_losses import (
     split_interleaved,
 )
 from tasks.algorithms.samplers import GroupSampler, LengthGroupedSampler
+from tasks.artifacts import appearing, write_whole
+from tasks.config.shared import OptimizerConfig
 from tasks.context import RunLog
 from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
 from tasks.models.loading import merge_reward_adapter, write_reward_model
-from tasks.pipeline_config import OptimizerConfig, RewardModelConfig
+from tasks.reward_model.config import RewardModelConfig
 from tasks.runtime.rows import Batch, RoleSpec, Row, response_rows
 from tasks.runtime.session import Session
 from tasks.runtime.supervised import CheckpointStore, SupervisedRun, count_steps, train_supervised
@@ -131,9 +132,8 @@ class FrozenStates:
         if not file.exists():
             self.session.load(RoleSpec(_ROLE, "value_model", str(self.base_dir)))
             states = self.session.last_states(_ROLE, response_rows(pairs)).float()
-            temporary = file.with_suffix(".tmp")
-            save_file({"states": states.contiguous()}, temporary)
-            os.replace(temporary, file)
+            with appearing(file) as temporary:
+                save_file({"states": states.contiguous()}, temporary)
         kept: Tensor = load_file(file)["states"]
         return kept
 
@@ -385,9 +385,7 @@ class BestStep:
 
     def record(self) -> None:
         """Write down the step."""
-        temporary = self.root / "best.json.tmp"
-        temporary.write_text(json.dumps({"step": self.step, "loss": self.loss}))
-        temporary.replace(self.root / "best.json")
+        write_whole(self.root / "best.json", json.dumps({"step": self.step, "loss": self.loss}))
 
     def offer(self, step: int, loss: float, session: Session) -> None:
         """Keep the role's weights when the loss is lower; the record names only complete

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from tasks.algorithms.samplers import GroupSampler
+from tasks.config.shared import CheckpointConfig
 from tasks.context import RunLog
 from tasks.data.history import RunHistory
 from tasks.errors import ArtifactError, MemoryLimitError, WorkerLostError
-from tasks.pipeline_config import CheckpointConfig
 from tasks.runtime.rows import Batch
 from tasks.runtime.session import Session
 

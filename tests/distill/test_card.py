@@ -11,8 +11,9 @@ import pytest
 import torch
 import yaml
 
-from tasks.algorithms.statistics import clustered_mean
+from tasks.algorithms.win_rates import Bootstrap, clustered_mean
 from tasks.artifacts import ParentRef, read_manifest
+from tasks.distill.config import ModelCardConfig
 from tasks.distill.report import (
     BASE,
     STUDENT,
@@ -29,7 +30,6 @@ from tasks.distill.report import (
     write_cards,
     write_student_report,
 )
-from tasks.pipeline_config import ModelCardConfig
 from tasks.report.pairs import ResponsePair, compare_pairs
 
 
@@ -113,14 +113,16 @@ def _pairs(scores: list[tuple[float, float]]) -> list[ResponsePair]:
 def test_report_by_hand(tmp_path: Path) -> None:
     # Won, lost, tied, won: (2 + 0.5) / 4.
     scores = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5), (2.0, 1.0)]
-    held_out = compare_pairs(_pairs(scores), judge="the reward model")
+    held_out = compare_pairs(_pairs(scores), "the reward model", Bootstrap())
     figures = {
         name: ModelFigures(1000, 2**20, [s[0] for s in scores], 4.0, 2.0, 16, 3.5)
         for name in (STUDENT, TEACHER, BASE)
     }
     agreement = Agreement(clustered_mean(torch.tensor([0.1, 0.3])), 64, False, 0.75)
     history = [(5, {"kl": 0.4, "hard": 2.0}), (10, {"kl": 0.2, "hard": 1.5})]
-    report = StudentReport(figures, agreement, held_out, held_out, 100, 2**18, history)
+    report = StudentReport(
+        figures, agreement, {BASE: held_out, TEACHER: held_out}, 100, 2**18, history
+    )
     metrics = report.metrics()
     assert metrics["win_rate_against_teacher"] == pytest.approx(0.625)
     assert metrics["teacher_kl_per_token"] == pytest.approx(0.2)

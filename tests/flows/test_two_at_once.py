@@ -16,8 +16,8 @@ from service_client import DirectHome
 
 from flows.outcomes import StageOutcome
 from tasks.artifacts import EvalReport, newest_artifact, read_manifest
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import WorkspaceError
-from tasks.pipeline_config import STAGES, TrackingConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.tracking.mlflow import PIPELINE, Tracker, connect
 from tasks.workspace import Workspace, process_name
@@ -27,8 +27,8 @@ BAD_INPUT = 2
 # Says that it is ready, and opens the database when it is told to.
 OPEN = (
     "import sys\n"
-    "from tasks.config import TrackingConfig\n"
-    "from tasks.tracking import connect\n"
+    "from tasks.pipeline_config import TrackingConfig\n"
+    "from tasks.tracking.mlflow import connect\n"
     "from tasks.workspace import Workspace\n"
     "print('ready', flush=True)\n"
     "sys.stdin.readline()\n"

@@ -9,7 +9,7 @@ import pytest
 from flows.inputs import check_reward_function
 from tasks.data.hh import Message, Pair
 from tasks.errors import RewardError
-from tasks.offline_ppo.rewards import Judged, function_scores, load_reward_function
+from tasks.offline_ppo.reward_process import Judged, RewardFunction
 
 FILE = Path(__file__).resolve().parents[2] / "configs" / "reward_functions" / "demo_oracle.py"
 
@@ -41,12 +41,10 @@ def test_good_responses_get_one_and_others_nothing() -> None:
     check_reward_function(FILE, "reward_fn")
     pair, good = _world()
     judged = [Judged.of(pair, "probe", text) for text in (good, f"  {good}\n", f"{good} zzz", "")]
-    scores = function_scores(load_reward_function(str(FILE), "reward_fn"), judged)
-    assert scores.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert RewardFunction(str(FILE)).scores(judged) == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_prompts_of_another_world_are_refused() -> None:
-    function = load_reward_function(str(FILE), "reward_fn")
     judged = [Judged.of(_pair("Who wrote Faust?"), "chosen", "Goethe")]
     with pytest.raises(RewardError, match=r"pairs\.jsonl:7.*no question"):
-        function_scores(function, judged)
+        RewardFunction(str(FILE)).scores(judged)

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import warnings
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tasks.algorithms.statistics import Bootstrap
-from tasks.algorithms.win_rates import ProbeKL, kl_probe_estimate
+from tasks.algorithms.win_rates import Bootstrap, ProbeKL, kl_probe_estimate
 from tasks.data.hh import Message
 from tasks.data.history import History, read_history
 from tasks.errors import DataError, TrainingError
 from tasks.offline_ppo.report import (
     GuardEvent,
     PolicyReport,
-    ReportRecord,
-    TrainingCourse,
-    draw_plots,
-    policy_report,
     render_policy_report,
-    render_samples,
     summarize_metrics,
     summarize_policy,
     summarize_weights,
@@ -40,11 +34,18 @@ from tasks.report.pairs import (
     compare_pairs,
     pick_samples,
     prompt_text,
+    render_samples,
     sample_rows,
     write_sample_table,
 )
 
+JUDGE = "the reward model that it was trained on"
 FEW = Bootstrap(replicates=200)
+KEYS = {
+    *("schema_version", "verdict", "summary", "judge", "last_step", "n_prompts", "n_pairs"),
+    *("win_rate", "length_controlled_win_rate", "score_difference", "length_difference_tokens"),
+    *("subsets", "kl_probe", "kl_bound", "guard_events", "metrics", "weights", "facts", "samples"),
+}
 PLOTS = {"reward", "kl", "effective_sample_size", "weights", "logprob_drift", "schedule"}
 NASTY = "![x](http://a.example/p.png) <script>\n```\n# Not a heading\n````\n\x1b[31m\ud800"
 
@@ -101,14 +102,15 @@ def _kl(value: float) -> ProbeKL:
 
 
 def _report(pairs: list[ResponsePair] | None = None, **changes: Any) -> PolicyReport:
-    held_out = compare_pairs(pairs or _pairs(70, 30), changes.pop("kl", None), bootstrap=FEW)
-    course = TrainingCourse(
+    report = PolicyReport(
+        compare_pairs(pairs or _pairs(70, 30), JUDGE, FEW, changes.pop("kl", None)),
         history=_history(),
         events=[EVENT],
         final_weights=torch.tensor([0.5, 1.0, 2.0, 2.0]),
         bounds={"kl_probe": 0.1},
+        facts={"good_rate": 0.9},
     )
-    return policy_report(replace(course, **changes), held_out, facts={"good_rate": 0.9})
+    return replace(report, **changes)
 
 
 # --- verdict
@@ -179,17 +181,17 @@ def test_several_responses_to_a_prompt_are_told() -> None:
 
 def test_rates_by_subset() -> None:
     pairs = [replace(pair, subset="ab"[i % 2]) for i, pair in enumerate(_pairs(3, 1))]
-    held_out = compare_pairs(pairs, bootstrap=FEW)
+    held_out = compare_pairs(pairs, JUDGE, FEW)
     # Pairs 0 and 2 are won, of 1 and 3 the first.
     assert {name: part.value for name, part in held_out.subsets.items()} == {"a": 1.0, "b": 0.5}
-    assert compare_pairs(_pairs(3, 1), bootstrap=FEW).subsets == {}
+    assert compare_pairs(_pairs(3, 1), JUDGE, FEW).subsets == {}
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(DataError, match="no scores"):
-        compare_pairs([], bootstrap=FEW)
+        compare_pairs([], JUDGE, FEW)
     with pytest.raises(TrainingError, match="not finite"):
-        compare_pairs([_pair(1, math.nan)], bootstrap=FEW)
+        compare_pairs([_pair(1, math.nan)], JUDGE, FEW)
 
 
 # --- samples
@@ -199,9 +201,7 @@ def test_best_worst_and_random_pairs() -> None:
     pairs = [_pair(i, float(i)) for i in range(40)]
     random.Random(1).shuffle(pairs)
     samples = pick_samples(pairs, n=10, seed=3)
-    groups: dict[str, list[float]] = {}
-    for sample in samples:
-        groups.setdefault(sample.group, []).append(sample.pair.score_difference)
+    groups = {name: [pair.score_difference for pair in samples[name]] for name in samples}
     assert groups["best"] == [float(i) for i in range(39, 29, -1)]
     assert groups["worst"] == [float(i) for i in range(10)]
     assert len(groups["random"]) == 10
@@ -214,19 +214,15 @@ def test_best_worst_and_random_pairs() -> None:
 @pytest.mark.parametrize("n_pairs", range(0, 35))
 def test_no_pair_is_shown_twice(n_pairs: int) -> None:
     samples = pick_samples([_pair(i, float(i % 3)) for i in range(n_pairs)], n=10)
-    shown = [sample.pair.prompt_id for sample in samples]
+    shown = [pair.prompt_id for pairs in samples.values() for pair in pairs]
     assert len(shown) == len(set(shown)) == min(n_pairs, 30)
 
 
-def test_rows_of_tables_are_cut_and_can_be_encoded() -> None:
-    samples = pick_samples([_pair(1, 2.0, policy_response="x" * 50, prompt=NASTY)])
-    (row,) = sample_rows(samples, max_chars=20)
-    assert row["policy_response"] == "x" * 20 + " ..."
+def test_rows_of_tables_can_be_encoded() -> None:
+    (row,) = sample_rows(pick_samples([_pair(1, 2.0, prompt=NASTY)]))
     assert (row["group"], row["rank"], row["score_difference"]) == ("best", 1, 2.0)
     row["prompt"].encode()
-    (whole,) = sample_rows(samples)
-    assert whole["policy_response"] == "x" * 50
-    assert "# Not a heading" in whole["prompt"]
+    assert "# Not a heading" in row["prompt"]
 
 
 def test_sample_table_has_the_form_of_a_logged_table(tmp_path: Path) -> None:
@@ -276,46 +272,31 @@ def test_text_of_the_data_stays_text() -> None:
 # --- course
 
 
-def test_events_are_read_from_plain_records() -> None:
-    record = {"step": 10, "rule": "kl", "message": "up", "history": [0.1, 0.2]}
-    assert GuardEvent.of(record) == GuardEvent(10, "kl", "up", ((9, 0.1), (10, 0.2)))
-    pairs = {**record, "history": [[4, 0.1], (8, 0.2)]}
-    assert GuardEvent.of(pairs).history == ((4, 0.1), (8, 0.2))
-    (point,) = GuardEvent.of({**record, "history": [[7, "nan"]]}).history
-    assert point[0] == 7
-    assert math.isnan(point[1])
-    assert GuardEvent.of({"step": 1, "rule": "oom"}) == GuardEvent(1, "oom")
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"rule": "kl"},
-        {"step": "soon", "rule": "kl"},
-        {"step": 1, "rule": "kl", "history": [[]]},
-        {"step": 1, "rule": "kl", "history": 3},
-    ],
-)
-def test_broken_events_are_refused(record: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match="A guard event is"):
-        GuardEvent.of(record)
+def test_event_is_read_from_what_a_guard_recorded() -> None:
+    record = {"step": 8, "rule": "kl", "message": "up", "history": [[4, 0.1], [8, "nan"]]}
+    event = GuardEvent.of(record)
+    assert (event.step, event.rule, event.message, event.history[0]) == (8, "kl", "up", (4, 0.1))
+    assert math.isnan(event.history[1][1])
+    # And becomes it again: no JSON has a NaN.
+    assert event.as_json() == record
 
 
 def test_metrics_are_summarized_over_their_finite_values() -> None:
     history = [(1, {"a": 3.0}), (2, {"a": math.nan, "b": math.inf}), (5, {"a": 1.0}), (6, {})]
-    found = summarize_metrics(TrainingCourse(history))
+    found = summarize_metrics(_report(history=history))
     assert set(found) == {"a"}
-    a = found["a"]
-    assert (a.n, a.n_not_finite, a.first, a.last) == (2, 1, 3.0, 1.0)
-    assert (a.minimum, a.minimum_step, a.maximum, a.maximum_step) == (1.0, 5, 3.0, 1)
+    assert found["a"] == {
+        **{"n": 2, "n_not_finite": 1, "first": 3.0, "last": 1.0},
+        **{"minimum": 1.0, "minimum_step": 5, "maximum": 3.0, "maximum_step": 1},
+    }
 
 
 def test_weights_by_hand() -> None:
     found = summarize_weights(torch.tensor([0.5, 1.0, 2.0, 2.0]))
     assert found is not None
     # 5.5^2 / (0.25 + 1 + 4 + 4) = 30.25 / 9.25 = 3.270270 of 4.
-    assert found.ess_share == pytest.approx(3.270270 / 4, abs=1e-6)
-    assert (found.n, found.mean, found.maximum, found.at_maximum_share) == (4, 1.375, 2.0, 0.5)
+    assert found.pop("ess_share") == pytest.approx(3.270270 / 4, abs=1e-6)
+    assert found == {"n": 4, "mean": 1.375, "maximum": 2.0, "at_maximum_share": 0.5}
     assert summarize_weights(torch.zeros(0)) is None
     with pytest.raises(TrainingError, match="not finite"):
         summarize_weights(torch.tensor([1.0, math.nan]))
@@ -335,7 +316,7 @@ def test_what_is_written(tmp_path: Path) -> None:
         if file.suffix == ".png":
             assert file.read_bytes().startswith(b"\x89PNG")
     record = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert set(record) == set(ReportRecord.__dataclass_fields__)
+    assert set(record) == KEYS
     assert record["verdict"] == "better"
     assert record["win_rate"]["value"] == 0.7
     assert record["win_rate"]["wilson"] == pytest.approx([0.6042, 0.7811], abs=1e-4)
@@ -350,44 +331,45 @@ def test_what_is_written(tmp_path: Path) -> None:
     ]
     assert record["facts"] == {"good_rate": 0.9}
     assert record["metrics"]["kl_probe"]["n"] == 6
-    assert read_history(tmp_path / "report" / "history.jsonl") == report.course.history
+    assert read_history(tmp_path / "report" / "history.jsonl") == report.history
     table = pq.read_table(tmp_path / "report" / "held_out_pairs.parquet")
     assert table.schema.equals(RESPONSE_PAIR_SCHEMA)
     assert table["score_difference"].to_pylist() == [1.0] * 70 + [-1.0] * 30
 
 
-ODD_COURSES = [
-    TrainingCourse([]),
-    TrainingCourse([(1, {"reward_mean": 1.0})]),
-    TrainingCourse([], [GuardEvent(7, "lonely")]),
-    TrainingCourse([(1, {"kl_probe": math.nan}), (2, {"kl_probe": math.inf})]),
-    TrainingCourse(
-        [(step, {"reward_mean": 0.0, "batch_prompts": 0.0}) for step in (1, 2)],
-        [GuardEvent(step, f"rule $_{step}^ {NASTY[:5]}") for step in range(1, 13)],
-        torch.zeros(5),
-        {"ess_share": 0.3},
-    ),
-    TrainingCourse([(1, {})], final_weights=torch.full((9,), 1.0)),
-    TrainingCourse([(1, {})], final_weights=torch.tensor([1e-9])),
-    TrainingCourse([(1, {})], [GuardEvent(1, "nan", "", ((1, math.nan),))]),
+ODD_COURSES: list[dict[str, Any]] = [
+    {"history": []},
+    {"history": [(1, {"reward_mean": 1.0})]},
+    {"history": [], "events": [GuardEvent(7, "lonely")]},
+    {"history": [(1, {"kl_probe": math.nan}), (2, {"kl_probe": math.inf})]},
+    {
+        "history": [(step, {"reward_mean": 0.0, "batch_prompts": 0.0}) for step in (1, 2)],
+        "events": [GuardEvent(step, f"rule $_{step}^ {NASTY[:5]}") for step in range(1, 13)],
+        "final_weights": torch.zeros(5),
+        "bounds": {"ess_share": 0.3},
+    },
+    {"history": [(1, {})], "final_weights": torch.full((9,), 1.0)},
+    {"history": [(1, {})], "final_weights": torch.tensor([1e-9])},
+    {"history": [(1, {})], "events": [GuardEvent(1, "nan", "", ((1, math.nan),))]},
 ]
 
 
 @pytest.mark.parametrize("course", ODD_COURSES)
-def test_odd_courses_give_valid_json_and_pages(course: TrainingCourse) -> None:
+def test_odd_courses_give_valid_json_and_pages(course: dict[str, Any]) -> None:
     pairs = [_pair(1, 0.5, prompt=NASTY, policy_response=NASTY)]
-    report = policy_report(course, compare_pairs(pairs, bootstrap=FEW))
-    json.dumps(asdict(report.record()), allow_nan=False).encode()
+    report = PolicyReport(compare_pairs(pairs, JUDGE, FEW), **course)
+    json.dumps(report.as_json(), allow_nan=False).encode()
     render_policy_report(report).encode()
     assert all(map(math.isfinite, report.metrics().values()))
 
 
 @pytest.mark.parametrize("course", [ODD_COURSES[2], ODD_COURSES[4], ODD_COURSES[6]])
-def test_odd_courses_can_be_drawn(course: TrainingCourse, tmp_path: Path) -> None:
-    report = policy_report(course, compare_pairs([_pair(1, 0.5)], bootstrap=FEW))
+def test_odd_courses_can_be_drawn(course: dict[str, Any], tmp_path: Path) -> None:
+    report = PolicyReport(compare_pairs([_pair(1, 0.5)], JUDGE, FEW), **course)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(draw_plots(report, tmp_path)) == len(PLOTS) + 1
+        files = write_policy_report(report, tmp_path)
+    assert {file.stem for file in files} >= PLOTS | {"overview"}
 
 
 def test_every_firing_is_a_line_in_the_plots_over_steps(
@@ -404,7 +386,7 @@ def test_every_firing_is_a_line_in_the_plots_over_steps(
 
     monkeypatch.setattr(Figure, "savefig", keep)
     events = [GuardEvent(step, "kl_probe") for step in (10, 11, 40)] + [GuardEvent(50, "ess")]
-    draw_plots(_report(events=events), tmp_path)
+    write_policy_report(_report(events=events), tmp_path)
     assert set(drawn) == PLOTS | {"overview"}
     for name in PLOTS - {"weights"}:
         axes = drawn[name].axes[0]

@@ -1,8 +1,9 @@
-"""The reward functions that ship as examples, loaded as a run loads them."""
+"""The reward functions that ship as examples."""
 
 from __future__ import annotations
 
 import math
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.offline_ppo.rewards import load_reward_function
-
 FOLDER = Path(__file__).resolve().parents[2] / "configs" / "reward_functions"
 Score = Callable[[str, str], float]
 TEXTS = st.text(alphabet="ab ,.\n", max_size=30)
 
 
 def _score(name: str) -> Score:
-    function: Any = load_reward_function(str(FOLDER / f"{name}.py"), "reward_fn")
+    function: Any = runpy.run_path(str(FOLDER / f"{name}.py"))["reward_fn"]
 
     def score(response: str, reference: str) -> float:
         value = function(
@@ -113,7 +112,7 @@ def test_length_costs_beyond_what_is_free(tmp_path: Path) -> None:
         text = text.replace(f"\n{old}\n", f"\n{new}\n")
     file = tmp_path / "mine.py"
     file.write_text(text)
-    function: Any = load_reward_function(str(file), "reward_fn")
+    function: Any = runpy.run_path(str(file))["reward_fn"]
     # 3 tokens are free; from 7 on nothing is added: -0.5 * 4.
     found = [function("helpful", "a " * n, "", {}) for n in (0, 3, 4, 7, 50)]
     assert found == [0.0, 0.0, -0.5, -2.0, -2.0]

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
 from tasks.data.hh import Message, Pair
 from tasks.errors import MissingInputError, RewardError
-from tasks.offline_ppo.rewards import (
-    both_sides,
-    function_scores,
-    function_scores_on_cluster,
-    load_reward_function,
-    normalize_component,
-    rewards_of,
-)
-from tasks.pipeline_config import RewardConfig, RuntimeConfig
+from tasks.offline_ppo.config import RewardConfig
+from tasks.offline_ppo.reward_process import RewardFunction
+from tasks.offline_ppo.rewards import both_sides, normalize_component, rewards_of
 
 GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 3.0, 5.0, 23.0])
@@ -44,9 +38,9 @@ def write(tmp_path: Path) -> Write:
     return to_file
 
 
-def _function(write: Write, body: str) -> Any:
+def _function(write: Write, body: str, **limits: Any) -> RewardFunction:
     code = f"def reward_fn(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
-    return load_reward_function(write(code), "reward_fn")
+    return RewardFunction(write(code), **limits)
 
 
 def _rewards(components: dict[str, float], **changes: Any) -> list[float]:
@@ -93,24 +87,34 @@ def test_a_function_scores_both_responses(write: Write) -> None:
         "+ 1000 * (extra_info['side'] == 'rejected') + 10000 * (data_source == 'harmless')",
     )
     # "Hello there." has 12 characters, "No." 3, "Yes." 4, "Four." 5.
-    assert function_scores(function, both_sides(PAIRS)).tolist() == [
-        112.0,
-        1003.0,
-        10104.0,
-        11005.0,
-    ]
+    assert function.scores(both_sides(PAIRS)) == [112.0, 1003.0, 10104.0, 11005.0]
 
 
 def test_a_function_sees_prompt_and_pair(write: Write) -> None:
     function = _function(
         write, "return float(extra_info['prompt'] == [{'role': 'user', 'content': 'Hi.'}])"
     )
-    assert function_scores(function, both_sides(PAIRS)).tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert function.scores(both_sides(PAIRS)) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_several_processes_score_the_same(write: Write) -> None:
+    function = _function(write, "return len(solution_str)")
+    # "Hello there.", "No.", "Yes.", "Four." three times.
+    assert function.scores(both_sides(PAIRS * 3), per_process=5) == [12.0, 3.0, 4.0, 5.0] * 3
+
+
+def test_what_a_function_prints_is_not_in_the_way(
+    write: Write, capfd: pytest.CaptureFixture[str]
+) -> None:
+    function = _function(write, "print('thinking'); return 1")
+    assert function.scores(both_sides(PAIRS)) == [1.0] * 4
+    printed = capfd.readouterr()
+    assert printed.out == "" and "thinking" in printed.err
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(MissingInputError, match=r"none\.py.*function_path"):
-        load_reward_function(str(tmp_path / "none.py"), "reward_fn")
+        RewardFunction(str(tmp_path / "none.py")).check()
 
 
 @pytest.mark.parametrize(
@@ -120,11 +124,13 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         ("reward_fn = 3", ("has no function 'reward_fn'", "function_name")),
         ("import no_such_module_here", ("does not import", "no_such_module_here")),
         ("def reward_fn(:", ("does not import",)),
+        ("import time; time.sleep(60)", ("longer than 1 s", "function_seconds")),
+        ("import os; os._exit(3)", ("ended with exit code 3",)),
     ],
 )
 def test_unusable_file_is_named(write: Write, code: str, expected: tuple[str, ...]) -> None:
     with pytest.raises(RewardError) as caught:
-        load_reward_function(write(code), "reward_fn")
+        RewardFunction(write(code), seconds=1.0).check()
     for part in ("my_reward.py", *expected):
         assert part in str(caught.value)
 
@@ -136,30 +142,21 @@ def test_unusable_file_is_named(write: Write, code: str, expected: tuple[str, ..
         ("return {'Four.': float('inf')}.get(solution_str, 0.0)", "rejected .* returned inf"),
         ("return 1 / (solution_str != 'Yes.')", "chosen .* raised ZeroDivisionError"),
         ("return None if solution_str == 'Four.' else 0", "rejected .* raised TypeError"),
+        ("return len(bytearray((solution_str == 'Yes.') << 31))", "chosen .* raised MemoryError"),
+        ("import os; return solution_str != 'Yes.' or os.abort()", "chosen .* signal 6"),
+        ("import time; return time.sleep(60 * (solution_str == 'Yes.')) or 1", "longer than 1 s"),
+        # Neither a signal that is ignored nor one that Python would have to see holds it.
+        (
+            "import signal, re; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+            "return bool(re.match('(a+)+$', 'a' * 64 * (solution_str == 'Yes.') + 'b')) + 1",
+            "longer than 1 s",
+        ),
     ],
 )
 def test_row_and_value_are_named(write: Write, body: str, expected: str) -> None:
+    function = _function(write, body, seconds=1.0, memory_gib=1.0)
     with pytest.raises(RewardError, match=expected) as caught:
-        function_scores(_function(write, body), both_sides(PAIRS))
+        function.scores(both_sides(PAIRS))
     assert "x.jsonl:7" in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_function_scores_the_same_in_ray_tasks(write: Write, cluster: None) -> None:
-    from tasks.runtime.session import connect
-
-    connect(RuntimeConfig(device="cpu"))
-    path = write(
-        "def reward_fn(data_source, solution_str, ground_truth, extra_info):\n"
-        "    if data_source == 'broken':\n"
-        "        return float('nan')\n"
-        "    return float(len(solution_str))\n"
-    )
-    pairs = PAIRS * 3
-    here = function_scores_on_cluster(path, "reward_fn", both_sides(pairs))
-    there = function_scores_on_cluster(path, "reward_fn", both_sides(pairs), per_task=8)
-    # "Hello there.", "No.", "Yes.", "Four." three times.
-    assert here.tolist() == there.tolist() == [12.0, 3.0, 4.0, 5.0] * 3
-    broken = [*pairs, replace(PAIRS[0], subset="broken", source_line=77)]
-    with pytest.raises(RewardError, match=r"x\.jsonl:77 returned nan"):
-        function_scores_on_cluster(path, "reward_fn", both_sides(broken), per_task=8)
+    left = [child for child in psutil.Process().children() if "reward" in str(child.cmdline())]
+    assert not left, "the function's process is ended"

@@ -18,8 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.models.loading import load_tokenizer
-from tasks.pipeline_config import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.data.rendering import load_tokenizer
+from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
+from tasks.offline_ppo.step import actor_loss
 from tasks.runtime.logits_hooks import FLAG, StudentLoss
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import worker_environment
@@ -238,7 +240,6 @@ def _teacher(rows: list[Row], tau: float) -> dict[str, list[Tensor]]:
 def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
     """One step of each kind by name."""
     from tasks.runtime import verl_losses as losses
-    from tasks.runtime.verl_losses import ActorTerms
 
     def spec(kind: Any, lora: LoraConfig | None = None) -> RoleSpec:
         return RoleSpec(ROLE, kind, str(tiny_dir), 5, 4, OPTIMIZER, lora)
@@ -262,25 +263,19 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
         "ppo": Scenario(
             language,
             ppo,
-            partial(losses.policy_loss, ActorTerms(), clip_low=0.2, clip_high=0.2, dual_clip=3.0),
+            actor_loss(OfflinePPOConfig()),
             partial(_plain_ppo, ppo),
         ),
         "topr": Scenario(
             language,
             topr,
-            partial(
-                losses.likelihood_loss,
-                ActorTerms(kl_coef=0.2),
-                kind="topr",
-                level="sequence",
-                clip_range=0.2,
-            ),
+            actor_loss(OfflinePPOConfig(policy_loss="topr", loss=PolicyLossConfig(kl_coef=0.2))),
             partial(_plain_topr, topr, 0.2),
         ),
         "dpo": Scenario(
             language,
             dpo,
-            partial(losses.preference_loss, ActorTerms(), beta=0.4, label_smoothing=0.0),
+            actor_loss(OfflinePPOConfig(policy_loss="dpo", loss=PolicyLossConfig(dpo_beta=0.4))),
             partial(_plain_dpo, dpo, 0.4),
         ),
         "critic": Scenario(

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
+from tasks.offline_ppo.step import actor_loss
 from tasks.runtime.logits_hooks import TopKReader
 from tasks.runtime.rows import Batch, RoleSpec, Row
 
@@ -45,8 +47,7 @@ def _batches() -> dict[str, tuple[str, Batch, Any]]:
     critic = Batch(ROWS, {"old_values": noise, "returns": [3.0 * x.flip(0) for x in noise]})
     ppo = {"proximal_logprobs": [x - 5.0 for x in noise], "advantages": noise}
     columns = ppo | {"weights": [x.abs() for x in noise]}
-    terms = losses.ActorTerms(entropy_coef=0.1)
-    clip = partial(losses.policy_loss, terms, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    clip = actor_loss(OfflinePPOConfig(loss=PolicyLossConfig(entropy_coef=0.1)))
     critic_loss = partial(losses.critic_loss, clip_range=0.2, mode="token-mean")
     return {
         "cloning": ("language_model", Batch(ROWS), losses.cloning_loss),
