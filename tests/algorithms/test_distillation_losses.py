@@ -97,3 +97,12 @@ def test_forbidden_tokens_are_no_nan() -> None:
     assert torch.isfinite(total).all()
     assert student.grad is not None
     assert torch.isfinite(student.grad).all()
+
+
+def test_bf16_logits_are_computed_in_fp32() -> None:
+    teacher, student = torch.randn(2, 5, 100, generator=torch.Generator().manual_seed(5)).bfloat16()
+    found = dl.full_kl(teacher, student, tau=1.0, direction="forward")
+    p, q = (x.double().log_softmax(-1) for x in (teacher, student))
+    assert found.dtype == torch.float32
+    expected = (p.exp() * (p - q)).sum(-1)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
