@@ -32,9 +32,9 @@ def up_command(
     the command may be repeated, for instance after a change of CONFIG or a crash.
     """
     with reported(debug):
-        from flows.services.up import UpRequest, print_services, up
+        from flows.services.up import print_services, up
 
-        services, deployments = up(UpRequest(config, prefect_port, mlflow_port))
+        services, deployments = up(config, prefect_port, mlflow_port)
         console = terminal()
         print_services(console, services)
         console.print(f"Deployments: {', '.join(deployments)}.", highlight=False, soft_wrap=True)
