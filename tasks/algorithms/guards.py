@@ -472,13 +472,14 @@ class GuardEngine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken. Thresholds and actions may differ, readings may not.
+        """Go on where the state was taken. Thresholds and actions may differ, readings may not; a
+        rule may be gone.
 
         Raises:
             DataError: a state of other rules.
         """
         own = self.state_dict()
-        if set(state) != set(own) or state["readings"] != own["readings"]:
+        if set(state) != set(own) or not own["readings"].items() <= state["readings"].items():
             raise DataError(
                 f"a guard state of {state.get('readings')}",
                 f"the rules and readings {own['readings']}",
