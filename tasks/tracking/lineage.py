@@ -527,6 +527,4 @@ def _raw_node(parent: ParentRef) -> LineageNode:
         return node.told("missing", "nothing is at this path now")
     if digest == parent.fingerprint:
         return node.told("verified")
-    return node.told(
-        "changed", f"SHA-256 {digest[:12]}... now, so it is not the one that was read"
-    )
+    return node.told("changed", f"SHA-256 {digest[:12]}... now, so it is not the one that was read")
