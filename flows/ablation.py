@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from prefect import flow
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
-from prefect.context import FlowRunContext
 
-from flows.chain import cluster_closed, open_command_run
-from flows.distill import distill
-from flows.ingest import ingest
-from flows.inputs import check_inputs
-from flows.offline_ppo import train_offline_ppo
-from flows.outcomes import RunMonitor, monitored, publish_link
-from flows.reward_model import train_reward_model
-from flows.sft import sft
-from flows.stage_run import HOOKS, describe
-from flows.stages import RunOptions
-from tasks.ablation.config import BASE, TEACHER, label_of
+from flows.chain import cluster_closed, command_run
+from flows.outcomes import RunMonitor, monitored
+from flows.rlhf_pipeline import STAGE_FLOWS
+from flows.stage_run import HOOKS, metric_points
+from flows.stages import STAGE_SPECS, RunOptions, check_inputs
+from tasks.ablation.config import BASE, TEACHER, AblationConfig, label_of
 from tasks.ablation.report import (
     AblationReport,
     AblationRun,
@@ -45,30 +38,56 @@ from tasks.artifacts import (
     StudentAdapter,
     load_artifact,
 )
-from tasks.context import run_logger
-from tasks.errors import ConfigError, MissingInputError, RewardError, RlhfError, TrainingError
-from tasks.pipeline_config import (
-    AblationConfig,
-    DistillConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    Stage,
-    StageConfig,
-)
-from tasks.tracking.mlflow import MetricPoint, Status, clean_name, connect
+from tasks.config.shared import STAGES, Stage, StageConfig
+from tasks.distill.config import DistillConfig
+from tasks.errors import ConfigError, MissingInputError, RewardError, TrainingError
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.tracking.mlflow import connect
 from tasks.tracking.run_log import ProgressDisplay, StageLog
 from tasks.workspace import Workspace
 
 if TYPE_CHECKING:
-    from tasks.ablation.stage import Asked, Upstream
+    from tasks.ablation.stage import Measured
+
+ABLATION = "ablation"
+Compared = OfflinePPOConfig | DistillConfig
+Trained = PolicyCheckpoint | StudentAdapter
+S = TypeVar("S", bound=StageConfig)
+
+
+@flow(name="rlhf-ablation", persist_result=True, **HOOKS)
+def rlhf_ablation(cfg: PipelineConfig) -> str:
+    """Tune every method on validation prompts, compare the best setting of each on test prompts,
+    and return the path of the result.
+
+    They are runs of the stage that the config names, offline_ppo or distill; finished ones are
+    reused, unless ``cfg.reuse`` is off.
+    The same weights are never measured twice on the same prompts.
+    """
+    workspace = Workspace.from_environment()
+    workspace.prepare()
+    section = section_of(cfg)
+    tracker = connect(cfg.tracking, workspace)
+    with (
+        monitored() as monitor,
+        cluster_closed(),
+        command_run(tracker, workspace, cfg, _Lines(ABLATION)) as log,
+    ):
+        if not monitor.inputs_checked:
+            check_ablation(cfg)
+        ablation = Ablation(cfg, workspace, log, monitor)
+        tuned = [ablation.run(job) for job in tuning_jobs(section)]
+        chosen = choose_settings(section, tuned, headline_of(tuned))
+        final = [ablation.run(job) for job in final_jobs(section, chosen)]
+        base = [ablation.reference(seed, BASE) for seed in section.seeds]
+        teacher = []
+        if section.stage == "distill":
+            teacher = [ablation.reference(seed, TEACHER) for seed in section.seeds]
+        return ablation.publish(report_of(cfg.name, section, tuned, final, base, teacher))
 
 
 # What an ablation runs, what it needs for that, and how long the rest may take.
-
-ABLATION = "ablation"
-UPSTREAM_STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model")
-Compared = OfflinePPOConfig | DistillConfig
-S = TypeVar("S", bound=StageConfig)
 
 
 @dataclass(frozen=True)
@@ -128,7 +147,7 @@ def check_ablation(cfg: PipelineConfig) -> None:
     """Check all that the methods will read, before any work.
 
     Raises:
-        RlhfError: as `flows.inputs.check_inputs`.
+        RlhfError: as `flows.stages.check_inputs`.
     """
     section = section_of(cfg)
     check_inputs(cfg, upstream_stages(section))
@@ -139,7 +158,7 @@ def check_ablation(cfg: PipelineConfig) -> None:
 
 def upstream_stages(section: AblationConfig) -> tuple[Stage, ...]:
     """Return the stages before the one whose methods are compared."""
-    return UPSTREAM_STAGES if section.stage == "offline_ppo" else (*UPSTREAM_STAGES, "offline_ppo")
+    return STAGES[: STAGES.index(section.stage)]
 
 
 def settings_of(cfg: PipelineConfig) -> dict[tuple[str, int], Compared]:
@@ -204,76 +223,93 @@ def report_metrics(report: AblationReport) -> dict[str, float]:
     return found
 
 
-# The frame around an ablation: its MLflow run, the models of each seed, progress, the result.
+# One run of an ablation.
 
 
-@dataclass(frozen=True)
-class SeedModels:
-    """Paths of what the runs of one seed share; students share a policy, their teacher."""
-
-    preferences: str
-    base: str
-    reward_model: str
-    policy: str | None = None
-
-
-@dataclass
 class Ablation:
-    """One run of an ablation.
+    """What the runs of each seed share, and what is trained already.
 
     Args:
-        run_id: its MLflow run.
-        settings: config of each method and setting.
+        log: of its MLflow run.
     """
 
-    cfg: PipelineConfig
-    section: AblationConfig
-    workspace: Workspace
-    log: StageLog
-    monitor: RunMonitor
-    settings: dict[tuple[str, int], Compared]
-    clock: Clock
-    models: dict[int, SeedModels] = field(default_factory=dict)
-    policies: dict[tuple[str, int, int], str] = field(default_factory=dict)
+    def __init__(
+        self, cfg: PipelineConfig, workspace: Workspace, log: StageLog, monitor: RunMonitor
+    ) -> None:
+        self.cfg = cfg
+        self.section = section_of(cfg)
+        self.workspace = workspace
+        self.log = log
+        self.monitor = monitor
+        self.settings = settings_of(cfg)
+        self.clock = Clock(self.section)
+        self._shared: dict[int, dict[str, str]] = {}
+        self._policies: dict[tuple[str, int, int], str] = {}
 
-    @property
-    def options(self) -> RunOptions:
-        """How stages are run."""
-        return RunOptions(
+    def run(self, job: Job) -> AblationRun:
+        """Train and measure one policy or student; training that went wrong is a result, too."""
+        self._shared_of(job.seed)
+        self._announce(job)
+        started_at = time.monotonic()
+        run = AblationRun(method=job.method, setting=job.setting, seed=job.seed, split=job.split)
+        try:
+            policy, is_trained = self._train(job)
+            self._tag(policy, job)
+            run = run.model_copy(update=self._measure(policy, job))
+        except (TrainingError, RewardError) as error:
+            self.log.event("failed_run", f"{job.method}, seed {job.seed}: {error}")
+            run, is_trained = run.model_copy(update={"failure": str(error)}), True
+        self.clock.job_done(time.monotonic() - started_at, is_new=is_trained)
+        return run
+
+    def reference(self, seed: int, name: str) -> AblationRun:
+        """Measure the model that all methods start from, or the students' teacher."""
+        stage = "sft" if name == BASE else "offline_ppo"
+        model = load_artifact(Path(self._shared_of(seed)[stage]), PolicyCheckpoint)
+        ((figures, measured),) = self._measured(self.cfg.offline_ppo, [model], seed, "test")
+        return AblationRun(
+            method=name,
+            setting=0,
+            seed=seed,
+            split="test",
+            figures=figures,
+            policy=str(model.path),
+            measurement=str(measured.path),
+            mlflow_run_id=model.manifest.mlflow_run_id,
+        )
+
+    def publish(self, report: AblationReport) -> str:
+        """Write the result, show it in MLflow and Prefect, and return the path of its JSON."""
+        files = write_ablation(report, result_dir(self.workspace))
+        for file in files:
+            self.log.file(file)
+        self.log.tracker.log_points(self.log.run_id, metric_points(report_metrics(report)))
+        create_table_artifact(table=result_rows(report), key="ablation-result")
+        create_markdown_artifact(render_page(report), key="ablation-page")
+        return str(files[0])
+
+    def _shared_of(self, seed: int) -> dict[str, str]:
+        """Run the stages before the compared one with a seed, once; return what each made."""
+        if seed not in self._shared:
+            started_at = time.monotonic()
+            self.log.display.note(f"the models of seed {seed} come first")
+            paths: dict[str, str] = {}
+            for stage in upstream_stages(self.section):
+                paths[stage] = self._run_stage(seeded(getattr(self.cfg, stage), seed), stage, paths)
+            self._shared[seed] = paths
+            self.clock.seed_done(time.monotonic() - started_at)
+        return self._shared[seed]
+
+    def _run_stage(self, cfg: StageConfig, stage: Stage, paths: Mapping[str, str]) -> str:
+        options = RunOptions(
             reuse=self.cfg.reuse,
             tracking=self.cfg.tracking,
             pipeline_run_id=self.log.run_id,
             is_trial=True,
         )
+        return STAGE_FLOWS[stage](cfg, **STAGE_SPECS[stage].refs(paths), options=options)
 
-    @property
-    def measurements_dir(self) -> Path:
-        """Where measurements are kept from run to run."""
-        return self.workspace.cache_dir / ABLATION
-
-    def config_of(self, job: Job) -> Compared:
-        """Return the config of the stage for a job."""
-        return seeded(self.settings[job.method, job.setting], job.seed)
-
-    def models_of(self, seed: int) -> SeedModels:
-        """Run the stages before the compared one with a seed, once."""
-        if seed not in self.models:
-            started_at = time.monotonic()
-            self.log.display.note(f"the models of seed {seed} come first")
-            cfg, options = self.cfg, self.options
-            preferences = ingest(seeded(cfg.ingest, seed), options)
-            base = sft(seeded(cfg.sft, seed), preferences, options)
-            reward_cfg = seeded(cfg.reward_model, seed)
-            reward_model = train_reward_model(reward_cfg, preferences, base, options)
-            policy = None
-            if self.section.stage == "distill":
-                policy_cfg = seeded(cfg.offline_ppo, seed)
-                policy = train_offline_ppo(policy_cfg, preferences, reward_model, base, options)
-            self.models[seed] = SeedModels(preferences, base, reward_model, policy)
-            self.clock.seed_done(time.monotonic() - started_at)
-        return self.models[seed]
-
-    def announce(self, job: Job) -> None:
+    def _announce(self, job: Job) -> None:
         """Show which run comes next, and how long the rest may take."""
         left = self.clock.seconds_left
         rest = "" if left is None else f"; at most {math.ceil(left / 60)} min left"
@@ -283,7 +319,23 @@ class Ablation:
     def _label(self, job: Job) -> str:
         return label_of(self.section.methods[job.method].grid[job.setting])
 
-    def tag(self, policy: Artifact, job: Job) -> None:
+    def _config_of(self, job: Job) -> Compared:
+        return seeded(self.settings[job.method, job.setting], job.seed)
+
+    def _train(self, job: Job) -> tuple[Trained, bool]:
+        """Return a job's policy or student and whether it was trained just now."""
+        key, stage = (job.method, job.setting, job.seed), self.section.stage
+        is_trained = key not in self._policies
+        if is_trained:
+            paths = self._shared_of(job.seed)
+            self._policies[key] = self._run_stage(self._config_of(job), stage, paths)
+            is_trained = not self.monitor.outcomes[stage].reused
+        path = Path(self._policies[key])
+        if stage == "distill":
+            return load_artifact(path, StudentAdapter), is_trained
+        return load_artifact(path, PolicyCheckpoint), is_trained
+
+    def _tag(self, policy: Artifact, job: Job) -> None:
         """Make the MLflow run of a policy or student findable by what it was run for."""
         tracker = self.log.tracker
         try:
@@ -303,27 +355,48 @@ class Ablation:
             tags["mlflow.parentRunId"] = self.log.run_id
         tracker.set_tags(run.run_id, tags)
 
-    def log_figures(self, run: AblationRun) -> None:
-        """Record a new measurement on the policy's own MLflow run."""
-        if run.mlflow_run_id is not None:
-            named = {f"ablation/{run.split}_{n}": value for n, value in run.figures.items()}
-            self.log.tracker.log_points(run.mlflow_run_id, _points(named))
+    def _measure(self, policy: Trained, job: Job) -> dict[str, object]:
+        """Return a job's figures and where they come from; new ones go to the policy's own run."""
+        models = [policy]
+        if self.section.stage == "distill":
+            path = Path(self._shared_of(job.seed)["offline_ppo"])
+            models.append(load_artifact(path, PolicyCheckpoint))
+        (figures, measured), *teacher = self._measured(
+            self._config_of(job), models, job.seed, job.split
+        )
+        for others, _ in teacher:
+            figures |= share_of(figures, others)
+        run_id = policy.manifest.mlflow_run_id
+        if measured.is_new and run_id is not None:
+            points = metric_points(figures, f"ablation/{job.split}_")
+            self.log.tracker.log_points(run_id, points)
+        return {
+            "figures": figures,
+            "policy": str(policy.path),
+            "measurement": str(measured.path),
+            "mlflow_run_id": run_id,
+        }
 
-    def publish(self, report: AblationReport) -> str:
-        """Write the result, show it in MLflow and Prefect, and return the path of its JSON."""
-        files = write_ablation(report, result_dir(self.workspace))
-        for file in files:
-            self.log.tracker.log_file(self.log.run_id, file)
-        self.log.tracker.log_points(self.log.run_id, _points(report_metrics(report)))
-        if FlowRunContext.get() is not None:
-            create_table_artifact(table=result_rows(report), key="ablation-result")
-            create_markdown_artifact(render_page(report), key="ablation-page")
-        return str(files[0])
+    def _measured(
+        self, cfg: Compared, models: Sequence[Trained], seed: int, split: Split
+    ) -> list[tuple[dict[str, float], Measured]]:
+        """Return each model's figures beside the base model's, and its measurement."""
+        from tasks.ablation.stage import Asked, Upstream, measure_policy
 
-
-def _points(values: dict[str, float]) -> list[MetricPoint]:
-    now_ms = time.time_ns() // 1_000_000
-    return [MetricPoint(clean_name(name), value, 0, now_ms) for name, value in values.items()]
+        section, paths = self.section, self._shared_of(seed)
+        upstream = Upstream(
+            load_artifact(Path(paths["ingest"]), PreferenceDataset),
+            load_artifact(Path(paths["sft"]), PolicyCheckpoint),
+            load_artifact(Path(paths["reward_model"]), RewardModelCheckpoint),
+        )
+        prompts = section.tuning_prompts if split == "validation" else section.test_prompts
+        asked = Asked(split, prompts, section.max_new_tokens, seed)
+        directory = self.workspace.cache_dir / ABLATION
+        base, *others = (
+            measure_policy(directory, cfg.rendering, cfg.runtime, upstream, model, asked)
+            for model in (upstream.base, *models)
+        )
+        return [(other.measurement.figures(base.measurement), other) for other in others]
 
 
 class _Lines(ProgressDisplay):
@@ -331,182 +404,3 @@ class _Lines(ProgressDisplay):
 
     def update(self, done: float, total: float, message: str = "") -> None:
         self.note(f"run {min(done + 1, total):.0f} of {total:.0f}: {message}")
-
-
-@contextmanager
-def ablation_run(cfg: PipelineConfig) -> Iterator[Ablation]:
-    """Yield the ablation; afterwards end its MLflow run.
-
-    Raises:
-        RlhfError: an input that cannot be used, before any work; or what a stage raised.
-    """
-    workspace = Workspace.from_environment()
-    workspace.prepare()
-    section = section_of(cfg)
-    tracker = connect(cfg.tracking, workspace)
-    with monitored() as monitor, cluster_closed():
-        run_id = open_command_run(tracker, workspace, cfg, ABLATION)
-        log = StageLog(tracker, run_id, ABLATION, _Lines(ABLATION))
-        with _ended(log):
-            publish_link(tracker, ABLATION, run_id)
-            if not monitor.inputs_checked:
-                check_ablation(cfg)
-            settings = settings_of(cfg)
-            yield Ablation(cfg, section, workspace, log, monitor, settings, Clock(section))
-
-
-@contextmanager
-def _ended(log: StageLog) -> Iterator[None]:
-    """End the MLflow run as FINISHED, FAILED or KILLED."""
-    try:
-        yield
-        log.close()
-    except Exception as error:
-        _end(log, "FAILED", error)
-        raise
-    except BaseException as error:
-        _end(log, "KILLED", error)
-        raise
-    log.tracker.finish(log.run_id, "FINISHED")
-
-
-def _end(log: StageLog, status: Status, error: BaseException) -> None:
-    try:
-        log.close()
-        log.tracker.finish(log.run_id, status, describe(error))
-    except RlhfError as second:
-        # What MLflow says now must not hide why the ablation stopped.
-        run_logger(ABLATION).warning("MLflow run %s was not ended: %s", log.run_id, second)
-
-
-Trained = PolicyCheckpoint | StudentAdapter
-
-
-@flow(name="rlhf-ablation", persist_result=True, **HOOKS)
-def rlhf_ablation(cfg: PipelineConfig) -> str:
-    """Tune every method on validation prompts, compare the best setting of each on test prompts,
-    and return the path of the result.
-
-    They are runs of the stage that the config names, offline_ppo or distill; finished ones are
-    reused, unless ``cfg.reuse`` is off.
-    The same weights are never measured twice on the same prompts.
-    """
-    with ablation_run(cfg) as ablation:
-        section = ablation.section
-        tuned = [carry_out(ablation, job) for job in tuning_jobs(section)]
-        chosen = choose_settings(section, tuned, headline_of(tuned))
-        final = [carry_out(ablation, job) for job in final_jobs(section, chosen)]
-        base = [_reference_run(ablation, seed, BASE) for seed in section.seeds]
-        teacher = []
-        if section.stage == "distill":
-            teacher = [_reference_run(ablation, seed, TEACHER) for seed in section.seeds]
-        return ablation.publish(report_of(cfg.name, section, tuned, final, base, teacher))
-
-
-def carry_out(ablation: Ablation, job: Job) -> AblationRun:
-    """Train and measure one policy or student; training that went wrong is a result, too."""
-    ablation.models_of(job.seed)
-    ablation.announce(job)
-    started_at = time.monotonic()
-    run = AblationRun(method=job.method, setting=job.setting, seed=job.seed, split=job.split)
-    try:
-        policy, is_trained = _train(ablation, job)
-        ablation.tag(policy, job)
-        found, is_measured = _measured(ablation, policy, job)
-    except (TrainingError, RewardError) as error:
-        ablation.log.event("failed_run", f"{job.method}, seed {job.seed}: {error}")
-        ablation.clock.job_done(time.monotonic() - started_at, is_new=True)
-        return run.model_copy(update={"failure": str(error)})
-    run = run.model_copy(update=found | {"mlflow_run_id": policy.manifest.mlflow_run_id})
-    if is_measured:
-        ablation.log_figures(run)
-    ablation.clock.job_done(time.monotonic() - started_at, is_new=is_trained)
-    return run
-
-
-def _train(ablation: Ablation, job: Job) -> tuple[Trained, bool]:
-    """Return a job's policy or student and whether it was trained just now."""
-    key = (job.method, job.setting, job.seed)
-    is_trained = False
-    if key not in ablation.policies:
-        ablation.policies[key] = _run_stage(ablation, job)
-        is_trained = not ablation.monitor.outcomes[ablation.section.stage].reused
-    path = Path(ablation.policies[key])
-    if ablation.section.stage == "distill":
-        return load_artifact(path, StudentAdapter), is_trained
-    return load_artifact(path, PolicyCheckpoint), is_trained
-
-
-def _run_stage(ablation: Ablation, job: Job) -> str:
-    models, cfg, options = ablation.models_of(job.seed), ablation.config_of(job), ablation.options
-    if isinstance(cfg, DistillConfig):
-        assert models.policy is not None, "students have a teacher"
-        return distill(
-            cfg, models.preferences, models.policy, models.base, models.reward_model, options
-        )
-    return train_offline_ppo(cfg, models.preferences, models.reward_model, models.base, options)
-
-
-def _measured(ablation: Ablation, policy: Trained, job: Job) -> tuple[dict[str, object], bool]:
-    """Return figures and where they come from, and whether they were measured just now."""
-    from tasks.ablation.stage import measure_policy
-
-    cfg, directory = ablation.config_of(job), ablation.measurements_dir
-    upstream, asked = _upstream(ablation, job.seed), _asked(ablation, job.seed, job.split)
-    base = measure_policy(directory, cfg, upstream, upstream.base, asked)
-    found = measure_policy(directory, cfg, upstream, policy, asked)
-    figures = found.measurement.figures(base.measurement)
-    if ablation.section.stage == "distill":
-        teacher = _teacher_of(ablation, job.seed)
-        heard = measure_policy(directory, cfg, upstream, teacher, asked)
-        figures |= share_of(figures, heard.measurement.figures(base.measurement))
-    fields: dict[str, object] = {
-        "figures": figures,
-        "policy": str(policy.path),
-        "measurement": str(found.path),
-    }
-    return fields, found.is_new
-
-
-def _teacher_of(ablation: Ablation, seed: int) -> PolicyCheckpoint:
-    return load_artifact(Path(str(ablation.models_of(seed).policy)), PolicyCheckpoint)
-
-
-def _reference_run(ablation: Ablation, seed: int, name: str) -> AblationRun:
-    """Measure the model that all methods start from, or the students' teacher."""
-    from tasks.ablation.stage import measure_policy
-
-    upstream, asked = _upstream(ablation, seed), _asked(ablation, seed, "test")
-    cfg, directory = ablation.cfg.offline_ppo, ablation.measurements_dir
-    base = measure_policy(directory, cfg, upstream, upstream.base, asked)
-    model = upstream.base if name == BASE else _teacher_of(ablation, seed)
-    found = measure_policy(directory, cfg, upstream, model, asked)
-    return AblationRun(
-        method=name,
-        setting=0,
-        seed=seed,
-        split="test",
-        figures=found.measurement.figures(base.measurement),
-        policy=str(model.path),
-        measurement=str(found.path),
-        mlflow_run_id=model.manifest.mlflow_run_id,
-    )
-
-
-def _upstream(ablation: Ablation, seed: int) -> Upstream:
-    from tasks.ablation.stage import Upstream
-
-    models = ablation.models_of(seed)
-    return Upstream(
-        load_artifact(Path(models.preferences), PreferenceDataset),
-        load_artifact(Path(models.base), PolicyCheckpoint),
-        load_artifact(Path(models.reward_model), RewardModelCheckpoint),
-    )
-
-
-def _asked(ablation: Ablation, seed: int, split: Split) -> Asked:
-    from tasks.ablation.stage import Asked
-
-    section = ablation.section
-    prompts = section.tuning_prompts if split == "validation" else section.test_prompts
-    return Asked(split, prompts, section.max_new_tokens, seed)

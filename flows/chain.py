@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,27 +11,142 @@ from pathlib import Path
 
 from prefect.runtime import flow_run
 
-from flows.inputs import check_inputs
 from flows.outcomes import (
-    HEADLINES,
     StageOutcome,
     chain_rows,
+    headlines,
     monitored,
     publish_chain,
     publish_link,
     summary_of,
-    write_summary,
 )
 from flows.promote import champion_run
-from flows.stage_run import describe, end_dead_runs, place_tags, prefect_tags
-from flows.stages import RunOptions
-from tasks.artifacts import EvalReport, Manifest, load_artifact, read_manifest, standing_path
-from tasks.context import run_logger
-from tasks.errors import ArtifactError, MissingInputError, RlhfError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage
+from flows.stage_run import end_dead_runs, ended, place_tags, prefect_tags
+from flows.stages import RunOptions, check_inputs
+from tasks.artifacts import (
+    EvalReport,
+    Manifest,
+    load_artifact,
+    read_manifest,
+    standing_path,
+    write_whole,
+)
+from tasks.config.shared import STAGES, Stage
+from tasks.errors import ArtifactError, MissingInputError
+from tasks.pipeline_config import PipelineConfig
 from tasks.report.page import cell, table
-from tasks.tracking.mlflow import PIPELINE, RunRecord, Status, Tracker, connect, flat_params
+from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker, connect, flat_params
+from tasks.tracking.run_log import ProgressDisplay, StageLog
 from tasks.workspace import Workspace, git_commit
+
+# The frame.
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One run of the chain.
+
+    Args:
+        run_id: its MLflow run.
+        rerun_from: stages from here on are not reused.
+    """
+
+    cfg: PipelineConfig
+    run_id: str
+    rerun_from: Stage | None
+
+    def options(self, stage: Stage) -> RunOptions:
+        """Return how a stage is run in this chain."""
+        rerun = STAGES[STAGES.index(self.rerun_from) :] if self.rerun_from else ()
+        return RunOptions(
+            reuse=self.cfg.reuse and stage not in rerun,
+            tracking=self.cfg.tracking,
+            pipeline_run_id=self.run_id,
+            timeout_seconds=self.cfg.stage_timeout_seconds,
+        )
+
+
+@contextmanager
+def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
+    """Yield the chain; afterwards end its MLflow run and write ``summary.json``.
+
+    Raises:
+        RlhfError: an input that cannot be used, before any work; or what a stage raised.
+    """
+    workspace = Workspace.from_environment()
+    workspace.prepare()
+    tracker = connect(cfg.tracking, workspace)
+    with (
+        monitored() as monitor,
+        cluster_closed(),
+        command_run(tracker, workspace, cfg, ProgressDisplay(PIPELINE)) as log,
+    ):
+        if not monitor.inputs_checked:
+            check_inputs(cfg)
+        champion = champion_run(tracker)
+        yield Chain(cfg, log.run_id, rerun_from)
+        outcomes = _outcomes(tracker, log.run_id)
+        monitor.outcomes.update(outcomes)
+        monitor.read()
+        summary = summary_of(outcomes, monitor.wall_seconds, monitor.peak_rss_bytes)
+        text = json.dumps(summary, indent=2, allow_nan=False) + "\n"
+        write_whole(workspace.summary_path, text)
+        log.file(workspace.summary_path)
+        page = chain_summary(tracker, outcomes, champion)
+        tracker.log_text(log.run_id, page, "summary.md")
+        publish_chain(page, outcomes)
+
+
+@contextmanager
+def cluster_closed() -> Iterator[None]:
+    """Close the cluster after the block, if a stage opened one.
+
+    Reused stages never load its libraries, which takes seconds.
+    """
+    try:
+        yield
+    finally:
+        if "tasks.runtime.session" in sys.modules:
+            from tasks.runtime.session import cluster_session
+
+            with cluster_session():
+                pass
+
+
+@contextmanager
+def command_run(
+    tracker: Tracker, workspace: Workspace, cfg: PipelineConfig, display: ProgressDisplay
+) -> Iterator[StageLog]:
+    """Open the MLflow run of a chain or an ablation, as its display is named; afterwards end it.
+
+    A retry of the same Prefect run continues the one it had.
+    """
+    kind, known = display.title, None
+    if flow_run.id is not None:
+        found = tracker.find_runs({"stage": kind, "prefect.flow_run_id": flow_run.id})
+        known = found[0].run_id if found else None
+    if known is not None:
+        # With its new process: the old one's would make it a dead run to the next stage.
+        tracker.reopen(known, place_tags(workspace))
+    else:
+        end_dead_runs(tracker, workspace)
+        tags = {"stage": kind, "git.commit": git_commit()}
+        tags |= {**prefect_tags(), **place_tags(workspace)}
+        known = tracker.start_run(cfg.name, tags, cfg.model_dump(mode="json"))
+    log = StageLog(tracker, known, kind, display)
+    with ended(log):
+        publish_link(tracker, kind, known)
+        yield log
+
+
+def _outcomes(tracker: Tracker, run_id: str) -> dict[str, StageOutcome]:
+    tags = tracker.read_run(run_id).tags
+    return {
+        stage: StageOutcome.model_validate_json(tags[f"outcome.{stage}"])
+        for stage in STAGES
+        if f"outcome.{stage}" in tags
+    }
+
 
 # The summary at the end of a chain: its numbers, and what changed against the last champion.
 
@@ -123,7 +239,6 @@ def differences(before: Mapping[str, Manifest], now: Mapping[str, Manifest]) -> 
 
 def _metric_rows(stage: str, before: Manifest, now: Manifest) -> list[list[str]]:
     both = [name for name in now.metrics if name in before.metrics]
-    wanted = [name for name in HEADLINES.get(stage, ()) if name in both] or both[:_METRICS]
     return [
         [
             stage,
@@ -132,7 +247,7 @@ def _metric_rows(stage: str, before: Manifest, now: Manifest) -> list[list[str]]
             f"{now.metrics[name]:.4g}",
             f"{now.metrics[name] - before.metrics[name]:+.4g}",
         ]
-        for name in wanted
+        for name in headlines(stage, both, _METRICS)
     ]
 
 
@@ -144,127 +259,3 @@ def _setting_rows(stage: str, before: Manifest, now: Manifest) -> list[list[str]
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return table(header, [[cell(value) for value in row] for row in rows]).splitlines()
-
-
-@dataclass(frozen=True)
-class Chain:
-    """One run of the chain.
-
-    Args:
-        run_id: its MLflow run.
-        rerun_from: stages from here on are not reused.
-    """
-
-    cfg: PipelineConfig
-    run_id: str
-    rerun_from: Stage | None
-
-    def options(self, stage: Stage) -> RunOptions:
-        """Return how a stage is run in this chain."""
-        is_rerun = self.rerun_from is not None and STAGES.index(stage) >= STAGES.index(
-            self.rerun_from
-        )
-        return RunOptions(
-            reuse=self.cfg.reuse and not is_rerun,
-            tracking=self.cfg.tracking,
-            pipeline_run_id=self.run_id,
-            timeout_seconds=self.cfg.stage_timeout_seconds,
-        )
-
-
-@contextmanager
-def chain_run(cfg: PipelineConfig, rerun_from: Stage | None) -> Iterator[Chain]:
-    """Yield the chain; afterwards end its MLflow run and write ``summary.json``.
-
-    Raises:
-        RlhfError: an input that cannot be used, before any work; or what a stage raised.
-    """
-    workspace = Workspace.from_environment()
-    workspace.prepare()
-    tracker = connect(cfg.tracking, workspace)
-    with monitored() as monitor, cluster_closed(), _tracked(tracker, workspace, cfg) as run_id:
-        publish_link(tracker, PIPELINE, run_id)
-        if not monitor.inputs_checked:
-            check_inputs(cfg)
-        champion = champion_run(tracker)
-        yield Chain(cfg, run_id, rerun_from)
-        outcomes = _outcomes(tracker, run_id)
-        monitor.outcomes.update(outcomes)
-        monitor.read()
-        summary = summary_of(outcomes, monitor.wall_seconds, monitor.peak_rss_bytes)
-        write_summary(workspace.summary_path, summary)
-        tracker.log_file(run_id, workspace.summary_path)
-        page = chain_summary(tracker, outcomes, champion)
-        tracker.log_text(run_id, page, "summary.md")
-        publish_chain(page, outcomes)
-
-
-@contextmanager
-def cluster_closed() -> Iterator[None]:
-    """Close the cluster after the block, if a stage opened one.
-
-    Reused stages never load its libraries, which takes seconds.
-    """
-    try:
-        yield
-    finally:
-        if "tasks.runtime.session" in sys.modules:
-            from tasks.runtime.session import cluster_session
-
-            with cluster_session():
-                pass
-
-
-@contextmanager
-def _tracked(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig) -> Iterator[str]:
-    run_id = open_command_run(tracker, workspace, cfg, PIPELINE)
-    try:
-        yield run_id
-    except Exception as error:
-        _end(tracker, run_id, "FAILED", error)
-        raise
-    except BaseException as error:
-        _end(tracker, run_id, "KILLED", error)
-        raise
-    tracker.finish(run_id, "FINISHED")
-
-
-def _end(tracker: Tracker, run_id: str, status: Status, error: BaseException) -> None:
-    try:
-        tracker.finish(run_id, status, describe(error))
-    except RlhfError as second:
-        # What MLflow says now must not hide why the chain stopped.
-        run_logger(PIPELINE).warning("MLflow run %s was not ended: %s", run_id, second)
-
-
-def open_command_run(tracker: Tracker, workspace: Workspace, cfg: PipelineConfig, kind: str) -> str:
-    """Open the MLflow run of a chain or an ablation.
-
-    A retry of the same Prefect run continues the one it had.
-
-    Args:
-        kind: its tag ``stage``.
-    """
-    if flow_run.id is not None:
-        earlier = tracker.find_runs({"stage": kind, "prefect.flow_run_id": flow_run.id})
-        if earlier:
-            # With its new process: the old one's would make it a dead run to the next stage.
-            tracker.reopen(earlier[0].run_id, place_tags(workspace))
-            return earlier[0].run_id
-    end_dead_runs(tracker, workspace)
-    tags = {
-        "stage": kind,
-        "git.commit": git_commit(),
-        **prefect_tags(),
-        **place_tags(workspace),
-    }
-    return tracker.start_run(cfg.name, tags, cfg.model_dump(mode="json"))
-
-
-def _outcomes(tracker: Tracker, run_id: str) -> dict[str, StageOutcome]:
-    tags = tracker.read_run(run_id).tags
-    return {
-        stage: StageOutcome.model_validate_json(tags[f"outcome.{stage}"])
-        for stage in STAGES
-        if f"outcome.{stage}" in tags
-    }

@@ -7,8 +7,8 @@ from typing import Annotated
 from prefect import flow
 
 from flows.stage_run import HOOKS, stage_run
-from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import DistillConfig
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions
+from tasks.distill.config import DistillConfig
 
 DEFAULTS = DistillConfig()
 
@@ -35,23 +35,15 @@ def distill(
         preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
             `demo`; without it the defaults do.
     """
-    cfg = completed(DistillConfig, cfg, preset)
-    options = completed_options(options, preset)
-    with stage_run(
-        "distill",
-        cfg,
-        options,
-        preferences=preferences,
-        policy=policy,
-        base=base,
-        reward_model=reward_model,
-    ) as run:
+    refs = {
+        "preferences": preferences,
+        "policy": policy,
+        "base": base,
+        "reward_model": reward_model,
+    }
+    with stage_run("distill", cfg, options, preset, **refs) as run:
         if run.is_needed:
             from tasks.distill.stage import train_student
 
-            run.publish(
-                train_student(
-                    run.context, cfg, run.preferences, run.policy, run.base, run.reward_model
-                )
-            )
+            run.artifact = train_student(run.context, run.cfg, **run.inputs)
     return run.path

@@ -7,8 +7,8 @@ from typing import Annotated
 from prefect import flow
 
 from flows.stage_run import HOOKS, stage_run
-from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import EvaluateConfig
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions
+from tasks.evaluate.config import EvaluateConfig
 
 DEFAULTS = EvaluateConfig()
 
@@ -37,23 +37,18 @@ def evaluate(
         preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
             `demo`; without it the defaults do.
     """
-    cfg = completed(EvaluateConfig, cfg, preset)
-    options = completed_options(options, preset)
-    with stage_run(
-        "evaluate",
-        cfg,
-        options,
-        preferences=preferences,
-        student=student,
-        policy=policy,
-        base=base,
-        reward_model=reward_model,
-    ) as run:
+    refs = {
+        "preferences": preferences,
+        "student": student,
+        "policy": policy,
+        "base": base,
+        "reward_model": reward_model,
+    }
+    with stage_run("evaluate", cfg, options, preset, **refs) as run:
         if run.is_needed:
             from tasks.evaluate.stage import Models, evaluate_models
 
-            models = Models(run.base, run.policy, run.student)
-            run.publish(
-                evaluate_models(run.context, cfg, run.preferences, models, run.reward_model)
-            )
+            pairs, judge = run.inputs["preferences"], run.inputs["reward_model"]
+            models = Models(run.inputs["base"], run.inputs["policy"], run.inputs["student"])
+            run.artifact = evaluate_models(run.context, run.cfg, pairs, models, judge)
     return run.path

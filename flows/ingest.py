@@ -9,8 +9,8 @@ from prefect import flow
 from flows.inputs import input_files
 from flows.outcomes import publish_card
 from flows.stage_run import HOOKS, stage_run
-from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import IngestConfig
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions
+from tasks.ingest.config import IngestConfig
 
 DEFAULTS = IngestConfig()
 
@@ -29,14 +29,11 @@ def ingest(
         preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
             `demo`; without it the defaults do.
     """
-    cfg = completed(IngestConfig, cfg, preset)
-    options = completed_options(options, preset)
-    with stage_run("ingest", cfg, options) as run:
+    with stage_run("ingest", cfg, options, preset) as run:
         if run.is_needed:
             from tasks.ingest.stage import ingest_pairs_task
 
-            files = input_files(cfg, run.prepared.sources)
-            dataset = ingest_pairs_task(run.context, cfg, files)
-            run.publish(dataset)
-            publish_card(dataset)
+            files = input_files(run.cfg, run.sources)
+            run.artifact = ingest_pairs_task(run.context, run.cfg, files)
+            publish_card(run.artifact)
     return run.path

@@ -1,4 +1,5 @@
-"""Raw upstreams of a stage: data files, base models, reward functions, with their hashes."""
+"""What each stage reads besides the artefacts of others, and the machines that it asks for: their
+identity for the fingerprint, and checks before any work."""
 
 from __future__ import annotations
 
@@ -13,172 +14,77 @@ from pathlib import Path
 from typing import Any, Final
 
 from tasks.artifacts import ParentRef, file_sha256
-from tasks.data.hub import is_hub_id, resolve_revision
-from tasks.data.source import (
+from tasks.config.shared import (
+    STAGES,
     UNNAMED,
+    ModelConfig,
+    RuntimeConfig,
+    SourceConfig,
+    Stage,
+)
+from tasks.data.source import (
     InputFile,
     at_revision,
     check_same_columns,
     digest_of,
     find_files,
-    source_configs,
+    is_hub_id,
+    resolve_revision,
 )
 from tasks.errors import ClusterError, ConfigError, MissingInputError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.endpoint import read_key
 from tasks.evaluate.prompts import OWN, load_judge_prompts
 from tasks.evaluate.questions import answers_to, download_questions, read_questions, read_references
-from tasks.evaluate.vllm import check_program
+from tasks.ingest.config import IngestConfig, TokenColumnsConfig
 from tasks.ingest.sources import check_file
-from tasks.pipeline_config import (
-    STAGES,
-    DistillConfig,
-    EvaluateConfig,
-    IngestConfig,
-    ModelConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    RuntimeConfig,
-    SftConfig,
-    SourceConfig,
-    Stage,
-    StageConfig,
-    TokenColumnsConfig,
-    identity_fields,
-)
+from tasks.offline_ppo.config import DEFAULT_RULES, GuardRuleConfig, OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
-# What an evaluation reads besides the chain's models: files, hub data sets, keys.
-
 DEMO: Final = "demo"
+TINY: Final = "tiny"
 
 
-def evaluate_files(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, tuple[Path, str]]:
-    """Return the files by name, each with the field that names it; hub questions are downloaded.
-
-    Raises:
-        MissingInputError: the hub does not have the questions.
-    """
-    judging = cfg.judging
-    found = {
-        f"answers.{name}": (Path(path), f"evaluate.answers.files.{name}")
-        for name, path in cfg.answers.files.items()
-    }
-    if cfg.questions != DEMO:
-        path = Path(cfg.questions)
-        if is_hub_id(cfg.questions):
-            path = download_questions(cfg.questions, workspace.cache_dir)
-        found["questions"] = (path, "evaluate.questions")
-    if judging.references is not None:
-        found["references"] = (Path(judging.references), "evaluate.judging.references")
-    if judging.prompts != OWN:
-        found["judge_prompts"] = (Path(judging.prompts), "evaluate.judging.prompts")
-    return found
-
-
-def evaluate_fields(cfg: EvaluateConfig, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields for the fingerprint; files and models count by their hash."""
-    judging, answers = dict(fields["judging"]), dict(fields["answers"])
-    for name in ("references", "model"):
-        judging[name] = None if judging[name] is None else "file"
-    judging["prompts"] = OWN if judging["prompts"] == OWN else "file"
-    answers["files"] = dict.fromkeys(sorted(answers["files"]), "file")
-    if cfg.answers.backend != "vllm":
-        del answers["vllm"]
-    questions = DEMO if cfg.questions == DEMO else "file"
-    return {**fields, "questions": questions, "judging": judging, "answers": answers}
-
-
-def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
-    """Check files and keys before anything is trained.
+def file_source(path: Path, field: str) -> ParentRef:
+    """Return the reference of a raw file.
 
     Raises:
-        MissingInputError: a file is not there.
-        DataError: a file in another format, or answers to other questions.
-        ConfigError: no key in the environment, or no vLLM.
+        MissingInputError: no such file; ``field`` says where its name came from.
     """
-    files = {}
-    for name, (path, field) in evaluate_files(cfg, workspace).items():
-        files[name] = _existing(path, field)
-    if "questions" in files or cfg.answers.files:
-        path = files["questions"] if "questions" in files else demo_questions(workspace)
-        questions = read_questions(path)[: cfg.max_questions]
-        for name in cfg.answers.files:
-            answers_to(files[f"answers.{name}"], questions)
-    if "references" in files:
-        read_references(files["references"])
-    if "judge_prompts" in files:
-        load_judge_prompts(str(files["judge_prompts"]))
-    if cfg.judge == "openai":
-        read_key(cfg.judging.endpoint.api_key_env)
-    if cfg.answers.backend == "openai":
-        read_key(cfg.answers.endpoint.api_key_env)
-    if cfg.answers.backend == "vllm":
-        check_program(cfg.answers.vllm)
+    full = existing_file(path, field)
+    return ParentRef(kind="file", fingerprint=file_sha256(full), path=str(full))
 
 
-def demo_questions(workspace: Workspace) -> Path:
-    """Write the demo world's questions, the same bytes every time, and return their file."""
-    from tasks.demo.questions import write_questions
+def existing_file(path: Path, field: str) -> Path:
+    """Return the absolute path of a file that ``field`` of the config names.
 
-    return Path(write_questions(workspace.cache_dir / "demo-questions.jsonl"))
-
-
-def _existing(path: Path, field: str) -> Path:
-    full = path.expanduser()
+    Raises:
+        MissingInputError: no such file.
+    """
+    full = path.expanduser().absolute()
     if not full.is_file():
-        hint = "give a question.jsonl in FastChat's format, a hub data set, or 'demo'"
-        raise MissingInputError(
-            f"{field}: no file {full.absolute()}",
-            "a file in FastChat's format",
-            hint if field == "evaluate.questions" else f"correct {field}",
-        )
+        fix = f"correct {field}"
+        if field == "evaluate.questions":
+            fix = "give a question.jsonl in FastChat's format, a hub data set, or 'demo'"
+        raise MissingInputError(f"{field}: no file {full}", "a readable file", fix)
     return full
 
 
-TINY = "tiny"
-
-
-def raw_sources(cfg: StageConfig, workspace: Workspace) -> dict[str, ParentRef]:
-    """Return what a stage reads besides the artefacts of other stages; hub models are downloaded.
+def model_source(model: ModelConfig, workspace: Workspace) -> ParentRef:
+    """Return the reference of a model, which is downloaded where it is on the hub.
 
     Raises:
-        MissingInputError: a file or model that is not there.
-        ModelError: a model that cannot be used.
+        ModelError: it lacks weights, tokenizer or chat template, or the hub does not have it.
     """
-    match cfg:
-        case IngestConfig():
-            return _ingest_sources(cfg, workspace)
-        case SftConfig() if cfg.model.source != TINY:
-            return {"model": _model_source(cfg.model, workspace)}
-        case OfflinePPOConfig() if cfg.reward.function_path is not None:
-            path = Path(cfg.reward.function_path)
-            return {"reward_function": file_source(path, "offline_ppo.reward.function_path")}
-        case DistillConfig() if cfg.model is not None and cfg.model.source != TINY:
-            return {"model": _model_source(cfg.model, workspace)}
-        case EvaluateConfig():
-            return _evaluate_sources(cfg, workspace)
-    return {}
+    # transformers takes seconds to import, which a chain on the tiny model does not need here.
+    from tasks.models.sources import resolve_model
+
+    found = resolve_model(model.source, revision=model.revision, cache_dir=workspace.cache_dir)
+    return ParentRef(kind="model", fingerprint=found.fingerprint, path=str(found.path))
 
 
-def result_fields(cfg: StageConfig) -> dict[str, Any]:
-    """Return the fields for the fingerprint; a raw file counts by its hash, not by its path."""
-    fields = identity_fields(cfg)
-    match cfg:
-        case IngestConfig():
-            return _ingest_fields(cfg, fields)
-        case EvaluateConfig():
-            return evaluate_fields(cfg, fields)
-        case OfflinePPOConfig() if cfg.reward.function_path is not None:
-            return {**fields, "reward": {**fields["reward"], "function_path": "file"}}
-    return fields
-
-
-def _evaluate_sources(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, ParentRef]:
-    files = evaluate_files(cfg, workspace)
-    found = {name: file_source(path, field) for name, (path, field) in files.items()}
-    if cfg.judge == "transformers" and cfg.judging.model is not None:
-        found["judge_model"] = _model_source(ModelConfig(source=cfg.judging.model), workspace)
-    return found
+# Ingestion: files of pairs, hub data sets, the demo world, the tokenizer of the token columns.
 
 
 def is_demo(cfg: IngestConfig) -> bool:
@@ -186,17 +92,18 @@ def is_demo(cfg: IngestConfig) -> bool:
     return cfg.source == DEMO and not cfg.sources
 
 
-def _ingest_sources(cfg: IngestConfig, workspace: Workspace) -> dict[str, ParentRef]:
+def ingest_sources(cfg: IngestConfig, workspace: Workspace) -> dict[str, ParentRef]:
     """Return a reference for each source, and one for the tokenizer of the token columns."""
     if is_demo(cfg):
-        return {"source": file_source(preference_file(cfg, workspace), "ingest.source")}
-    found = {}
-    for source in source_configs(cfg):
-        name = source.name if source.name == UNNAMED else f"{UNNAMED}.{source.name}"
-        found[name] = _source_ref(source)
+        return {UNNAMED: file_source(_demo_pairs(cfg, workspace), "ingest.source")}
+    found = {_label(source): _source_ref(source) for source in cfg.all_sources}
     if cfg.tokens is not None:
         found["tokenizer"] = _tokenizer_ref(cfg.tokens)
     return found
+
+
+def _label(source: SourceConfig) -> str:
+    return source.name if source.name == UNNAMED else f"{UNNAMED}.{source.name}"
 
 
 def _source_ref(source: SourceConfig) -> ParentRef:
@@ -221,13 +128,14 @@ def _tokenizer_ref(tokens: TokenColumnsConfig) -> ParentRef:
     return ParentRef(kind="model", fingerprint=renderer.fingerprint, path=str(directory))
 
 
-def _ingest_fields(cfg: IngestConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def ingest_fields(cfg: IngestConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields for the fingerprint: files count by their hash, not by their path."""
     if is_demo(cfg):
         return fields
     fields = {**fields, "source": subset_name(cfg), "demo": None}
     if cfg.splits.assign == "file":
         # A lone file counts by its content alone, but then its name says which split it is.
-        splits = [file.split for source in source_configs(cfg) for file in find_files(source)]
+        splits = [file.split for source in cfg.all_sources for file in find_files(source)]
         fields["splits"] = {**fields["splits"], "files": splits}
     if cfg.tokens is not None:
         fields["tokens"] = {**fields["tokens"], "model_dir": "directory"}
@@ -258,15 +166,14 @@ def input_files(cfg: IngestConfig, sources: Mapping[str, ParentRef]) -> list[Inp
         path = sources[UNNAMED].path
         return [InputFile(path, Path(path).name, DEMO, DEMO)]
     files = []
-    for source in source_configs(cfg):
-        name = source.name if source.name == UNNAMED else f"{UNNAMED}.{source.name}"
+    for source in cfg.all_sources:
+        commit = sources[_label(source)].path.rpartition("@")[2]
         for file in find_files(source):
-            commit = sources[name].path.rpartition("@")[2]
             files.append(file if file.hub is None else at_revision(file, commit))
     return files
 
 
-def preference_file(cfg: IngestConfig, workspace: Workspace) -> Path:
+def _demo_pairs(cfg: IngestConfig, workspace: Workspace) -> Path:
     """Write the demo world's pairs, the same bytes every time, and return their file."""
     from tasks.demo.world import write_pairs
 
@@ -278,80 +185,198 @@ def preference_file(cfg: IngestConfig, workspace: Workspace) -> Path:
     return path
 
 
-def file_source(path: Path, field: str) -> ParentRef:
-    """Return the reference of a raw file.
-
-    Raises:
-        MissingInputError: no such file; ``field`` says where its name came from.
-    """
-    full = path.expanduser().absolute()
-    if not full.is_file():
-        raise MissingInputError(f"{field}: no file {full}", "a readable file", f"correct {field}")
-    return ParentRef(kind="file", fingerprint=file_sha256(full), path=str(full))
-
-
-def _model_source(model: ModelConfig, workspace: Workspace) -> ParentRef:
-    from tasks.models.sources import resolve_model
-
-    found = resolve_model(model.source, revision=model.revision, cache_dir=workspace.cache_dir)
-    return ParentRef(kind="model", fingerprint=found.fingerprint, path=str(found.path))
-
-
-# Checks of everything a chain will read, before it does any work.
-
-_CONNECT_SECONDS = 5
-REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
-_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
-
-
-def check_inputs(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
-    """Check files, models and Ray clusters of these stages.
-
-    Raises:
-        RlhfError: as `check_sources`.
-        ClusterError: nothing answers at a Ray address, or there are too few CPUs or GPUs for
-            separate placement groups.
-    """
-    check_sources(cfg, stages)
-    for address in sorted(ray_addresses(cfg, stages)):
-        check_ray_address(address)
-    for stage, runtime in runtimes_of(cfg, stages).items():
-        check_groups(runtime, getattr(cfg, stage).worker_groups)
-
-
-def check_sources(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> None:
-    """Check files and models of these stages.
+def check_pairs(cfg: IngestConfig, workspace: Workspace) -> None:
+    """Check that the files are there and of known formats, or that the hub has them; rows are
+    judged by ingestion.
 
     Raises:
         MissingInputError: a file is not there.
         DataError: a file is in another format.
-        ModelError: a model lacks weights, tokenizer or chat template, or the hub does not have it.
-        ConfigError: a reward file without the function named.
     """
-    if "ingest" in stages and not is_demo(cfg.ingest):
-        for source in source_configs(cfg.ingest):
-            check_preferences(source)
-    if "evaluate" in stages:
-        check_evaluation(cfg.evaluate, Workspace.from_environment())
-    reward = cfg.offline_ppo.reward
-    if "offline_ppo" in stages and reward.function_path is not None:
-        check_reward_function(Path(reward.function_path).expanduser(), reward.function_name)
-    for model in models_of(cfg, stages):
-        check_model(model)
+    if is_demo(cfg):
+        return
+    for source in cfg.all_sources:
+        files = find_files(source)
+        for file in files:
+            if file.hub is not None:
+                resolve_revision(source.path, source.revision)
+            else:
+                check_file(file)
+        check_same_columns(files)
 
 
-def models_of(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> list[ModelConfig]:
-    """Return the models that are not built from scratch, each once."""
-    found: list[ModelConfig] = []
-    if "sft" in stages:
-        found.append(cfg.sft.model)
-    if "distill" in stages and cfg.distill.model is not None:
-        found.append(cfg.distill.model)
-    judge = cfg.evaluate.judging.model
-    if "evaluate" in stages and cfg.evaluate.judge == "transformers" and judge is not None:
-        found.append(ModelConfig(source=judge))
-    wanted = {(model.source, model.revision): model for model in found if model.source != TINY}
-    return list(wanted.values())
+# Offline PPO: files with a reward function and a sampler.
+
+REWARD_FUNCTION: Final = "offline_ppo.reward.function_path"
+SAMPLER: Final = "offline_ppo.sampler.path"
+_RETIRED_RULE: Final = GuardRuleConfig(
+    name="reward_variance", when="reward_variance > 0.3", batch_scale=2.0
+)
+REWARD_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def own_code(cfg: OfflinePPOConfig, workspace: Workspace) -> dict[str, ParentRef]:
+    """Return references of the user's files: a reward function, a sampler."""
+    files = {
+        "reward_function": (cfg.reward.function_path, REWARD_FUNCTION),
+        "sampler": (cfg.sampler.path, SAMPLER),
+    }
+    return {
+        name: file_source(Path(path), field)
+        for name, (path, field) in files.items()
+        if path is not None
+    }
+
+
+def own_code_fields(cfg: OfflinePPOConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields for the fingerprint: the user's files count by their text."""
+    if cfg.reward.function_path is not None:
+        fields = {**fields, "reward": {**fields["reward"], "function_path": "file"}}
+    if cfg.sampler.path is not None:
+        fields = {**fields, "sampler": {**fields["sampler"], "path": "file"}}
+    if cfg.guards.rules == DEFAULT_RULES:
+        # A rule left the defaults, because what it watched says nothing of the policy. What was
+        # trained beside it is reused, and what was begun goes on.
+        rules = [*fields["guards"]["rules"]]
+        rules.insert(5, _RETIRED_RULE.model_dump(mode="json"))
+        fields = {**fields, "guards": {**fields["guards"], "rules": rules}}
+    return fields
+
+
+def check_own_code(cfg: OfflinePPOConfig, workspace: Workspace) -> None:
+    """Check the user's files, as far as that goes without running them."""
+    if cfg.reward.function_path is not None:
+        check_reward_function(Path(cfg.reward.function_path), cfg.reward.function_name)
+    if cfg.sampler.path is not None:
+        existing_file(Path(cfg.sampler.path), SAMPLER)
+
+
+def check_reward_function(file: Path, name: str) -> None:
+    """Check that a Python file defines the reward function, without running it.
+
+    Raises:
+        MissingInputError: the file is not there.
+        ConfigError: it is not Python, or lacks the function named, with verl's four parameters.
+    """
+    path = existing_file(file, REWARD_FUNCTION)
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{REWARD_FUNCTION}: {path} is not Python: {error}", "", "correct it"
+        ) from error
+    functions = {node.name: node.args for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise ConfigError(
+            f"{REWARD_FUNCTION}: {path} defines {list(functions) or 'no function'}",
+            f"a function {name}({', '.join(REWARD_PARAMETERS)})",
+            "define it, or set offline_ppo.reward.function_name",
+        )
+    taken = functions[name]
+    names = [argument.arg for argument in (*taken.args, *taken.kwonlyargs)]
+    is_lacking = not taken.kwarg and not set(REWARD_PARAMETERS) <= set(names)
+    if is_lacking or taken.posonlyargs:
+        raise ConfigError(
+            f"{REWARD_FUNCTION}: {name} in {path} takes {names}",
+            f"the parameters {', '.join(REWARD_PARAMETERS)}",
+            "rename them",
+        )
+
+
+# Evaluation: questions, answers, references, prompts of the judge, its model, keys.
+
+
+def evaluate_files(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, tuple[Path, str]]:
+    """Return the files by name, each with the field that names it; hub questions are downloaded.
+
+    Raises:
+        MissingInputError: the hub does not have the questions.
+    """
+    judging = cfg.judging
+    found = {
+        f"answers.{name}": (Path(path), f"evaluate.answers.files.{name}")
+        for name, path in cfg.answers.files.items()
+    }
+    if cfg.questions != DEMO:
+        path = Path(cfg.questions)
+        if is_hub_id(cfg.questions):
+            path = download_questions(cfg.questions, workspace.cache_dir)
+        found["questions"] = (path, "evaluate.questions")
+    if judging.references is not None:
+        found["references"] = (Path(judging.references), "evaluate.judging.references")
+    if judging.prompts != OWN:
+        found["judge_prompts"] = (Path(judging.prompts), "evaluate.judging.prompts")
+    return found
+
+
+def evaluate_sources(cfg: EvaluateConfig, workspace: Workspace) -> dict[str, ParentRef]:
+    """Return a reference for each of these files."""
+    files = evaluate_files(cfg, workspace)
+    return {name: file_source(path, field) for name, (path, field) in files.items()}
+
+
+def judge_model(cfg: EvaluateConfig) -> dict[str, ModelConfig | None]:
+    """Return the language model that judges here, if there is one."""
+    is_used = cfg.judge == "transformers" and cfg.judging.model is not None
+    return {"judge_model": ModelConfig(source=str(cfg.judging.model)) if is_used else None}
+
+
+def evaluate_fields(cfg: EvaluateConfig, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields for the fingerprint; files and models count by their hash."""
+    judging, answers = dict(fields["judging"]), dict(fields["answers"])
+    for name in ("references", "model"):
+        judging[name] = None if judging[name] is None else "file"
+    judging["prompts"] = OWN if judging["prompts"] == OWN else "file"
+    answers["files"] = dict.fromkeys(sorted(answers["files"]), "file")
+    if cfg.answers.backend != "vllm":
+        del answers["vllm"]
+    questions = DEMO if cfg.questions == DEMO else "file"
+    return {**fields, "questions": questions, "judging": judging, "answers": answers}
+
+
+def check_evaluation(cfg: EvaluateConfig, workspace: Workspace) -> None:
+    """Check files and keys before anything is trained.
+
+    Raises:
+        MissingInputError: a file is not there.
+        DataError: a file in another format, or answers to other questions.
+        ConfigError: no key in the environment, or no vLLM.
+    """
+    files = {
+        name: existing_file(path, field)
+        for name, (path, field) in evaluate_files(cfg, workspace).items()
+    }
+    if "questions" in files or cfg.answers.files:
+        path = files["questions"] if "questions" in files else demo_questions(workspace)
+        questions = read_questions(path)[: cfg.max_questions]
+        for name in cfg.answers.files:
+            answers_to(files[f"answers.{name}"], questions)
+    if "references" in files:
+        read_references(files["references"])
+    if "judge_prompts" in files:
+        load_judge_prompts(str(files["judge_prompts"]))
+    if cfg.judge == "openai":
+        read_key(cfg.judging.endpoint.api_key_env)
+    if cfg.answers.backend == "openai":
+        read_key(cfg.answers.endpoint.api_key_env)
+    if cfg.answers.backend == "vllm":
+        # It imports torch, which nobody else needs here.
+        from tasks.evaluate.vllm import check_program
+
+        check_program(cfg.answers.vllm)
+
+
+def demo_questions(workspace: Workspace) -> Path:
+    """Write the demo world's questions, the same bytes every time, and return their file."""
+    from tasks.demo.world import write_questions
+
+    return Path(write_questions(workspace.cache_dir / "demo-questions.jsonl"))
+
+
+# Ray clusters and GPUs, before any work.
+
+_CONNECT_SECONDS = 5
+_CURRENT_CLUSTER = Path("/tmp/ray/ray_current_cluster")
 
 
 def runtimes_of(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> dict[str, RuntimeConfig]:
@@ -366,65 +391,6 @@ def ray_addresses(cfg: PipelineConfig, stages: Sequence[Stage] = STAGES) -> set[
     """Return the Ray addresses that these stages join."""
     found = {runtime.ray_address for runtime in runtimes_of(cfg, stages).values()}
     return {address for address in found if address is not None}
-
-
-def check_preferences(source: SourceConfig) -> None:
-    """Check that the files of a source are there and of known formats, or that the hub has it.
-
-    Rows are judged by ingestion.
-    """
-    files = find_files(source)
-    for file in files:
-        if file.hub is not None:
-            resolve_revision(source.path, source.revision)
-        else:
-            check_file(file)
-    check_same_columns(files)
-
-
-def check_reward_function(path: Path, name: str) -> None:
-    """Check that a Python file defines the reward function, without running it."""
-    field = "offline_ppo.reward.function_path"
-    if not path.is_file():
-        raise MissingInputError(
-            f"{field}: no file {path.absolute()}", "a Python file", "correct the path"
-        )
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{field}: {path} is not Python: {error}", "", "correct it") from error
-    _check_parameters(path, name, tree)
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    if name not in defined:
-        raise ConfigError(
-            f"{field}: {path} defines {defined or 'no function'}",
-            f"a function {name}(data_source, solution_str, ground_truth, extra_info)",
-            "define it, or set offline_ppo.reward.function_name",
-        )
-
-
-def _check_parameters(path: Path, name: str, tree: ast.Module) -> None:
-    """Refuse a reward function that cannot be called with verl's four names."""
-    for node in tree.body:
-        if not isinstance(node, ast.FunctionDef) or node.name != name:
-            continue
-        names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-        missing = [] if node.args.kwarg else sorted(set(REWARD_PARAMETERS) - set(names))
-        if missing or node.args.posonlyargs:
-            raise ConfigError(
-                f"offline_ppo.reward.function_path: {name} in {path} takes {names}",
-                f"the parameters {', '.join(REWARD_PARAMETERS)}",
-                "rename them",
-            )
-
-
-def check_model(model: ModelConfig) -> None:
-    """Check a model directory, or find a hub model and download it."""
-    # transformers takes seconds to import, which a chain on the tiny model does not need here.
-    from tasks.models.sources import resolve_model
-
-    cache_dir = Workspace.from_environment().cache_dir
-    resolve_model(model.source, revision=model.revision, cache_dir=cache_dir)
 
 
 def check_ray_address(address: str) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 from prefect import flow
 
 from flows.stage_run import HOOKS, stage_run
-from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import OfflinePPOConfig
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions
+from tasks.offline_ppo.config import OfflinePPOConfig
 
 DEFAULTS = OfflinePPOConfig()
 
@@ -33,18 +33,10 @@ def train_offline_ppo(
         preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
             `demo`; without it the defaults do.
     """
-    cfg = completed(OfflinePPOConfig, cfg, preset)
-    options = completed_options(options, preset)
-    with stage_run(
-        "offline_ppo",
-        cfg,
-        options,
-        preferences=preferences,
-        reward_model=reward_model,
-        base=base,
-    ) as run:
+    refs = {"preferences": preferences, "reward_model": reward_model, "base": base}
+    with stage_run("offline_ppo", cfg, options, preset, **refs) as run:
         if run.is_needed:
             from tasks.offline_ppo.stage import train_policy
 
-            run.publish(train_policy(run.context, cfg, run.preferences, run.reward_model, run.base))
+            run.artifact = train_policy(run.context, run.cfg, **run.inputs)
     return run.path

@@ -5,21 +5,21 @@ from __future__ import annotations
 import getpass
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel
 
-from flows.stages import STAGE_SPECS
+from flows.stages import STAGE_SPECS, StageSpec
 from tasks.artifacts import EvalReport, StudentAdapter, load_artifact
+from tasks.config.shared import PromotionConfig, TrackingConfig
 from tasks.context import run_logger
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
-from tasks.pipeline_config import STAGES, PromotionConfig, Stage, TrackingConfig
 from tasks.tracking.lineage import registered_version
 from tasks.tracking.mlflow import RunRecord, Tracker, connect
 from tasks.tracking.registry import (
     CHAMPION,
     Evaluation,
+    FigureCheck,
     Promotion,
     Registry,
     StudentVersion,
@@ -35,112 +35,106 @@ from tasks.tracking.registry import (
 from tasks.tracking.run_log import ProgressDisplay
 from tasks.workspace import Workspace, is_elsewhere
 
-OUTCOME_TAG = "promotion"
 
+def apply_verdict(
+    tracker: Tracker,
+    report: EvalReport,
+    limits: PromotionConfig,
+    chain_run_id: str | None,
+    *,
+    is_reused: bool,
+) -> str:
+    """Record what an evaluation says of its student, and make it the champion if it is to be one.
 
-@dataclass(frozen=True)
-class Decision:
-    """What became of a student after its evaluation."""
-
-    is_champion: bool
-    text: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """An evaluation that is to decide about its student.
+    A refusal is no failure of the evaluation: it is logged, with its reasons, and tagged on its
+    run, on that of its chain, and on the version. The champion stays.
 
     Args:
         limits: of the present run; a reused evaluation may have been made with others.
         chain_run_id: the chain that is told.
         is_reused: whether the evaluation was there already; a newer one may have spoken since.
+
+    Returns:
+        What became of the student.
     """
-
-    report: EvalReport
-    limits: PromotionConfig
-    chain_run_id: str | None = None
-    is_reused: bool = False
-
-    @property
-    def run_id(self) -> str:
-        """MLflow run of the evaluation."""
-        run_id = self.report.manifest.mlflow_run_id
-        assert run_id is not None, "an artefact of a flow names its run"
-        return run_id
-
-
-def apply_verdict(tracker: Tracker, verdict: Verdict) -> Decision:
-    """Record what an evaluation says of its student, and make it the champion if it is to be one.
-
-    A refusal is no failure of the evaluation: it is logged, with its reasons, and tagged on its
-    run, on that of its chain, and on the version. The champion stays.
-    """
-    decision = _decide(tracker, verdict)
-    run_logger("evaluate").info("Promotion: %s", decision.text)
-    ProgressDisplay("evaluate").note(f"promotion: {decision.text}")
-    for told in (verdict.run_id, verdict.chain_run_id):
+    run_id = report.manifest.mlflow_run_id
+    assert run_id is not None, "an artefact of a flow names its run"
+    decision = _decide(tracker, report, run_id, limits, is_reused)
+    run_logger("evaluate").info("Promotion: %s", decision)
+    ProgressDisplay("evaluate").note(f"promotion: {decision}")
+    for told in (run_id, chain_run_id):
         if told is not None:
-            tracker.set_tags(told, {OUTCOME_TAG: decision.text})
+            tracker.set_tags(told, {"promotion": decision})
     return decision
 
 
-def _decide(tracker: Tracker, verdict: Verdict) -> Decision:
-    manifest = verdict.report.manifest
+def _decide(
+    tracker: Tracker, report: EvalReport, run_id: str, limits: PromotionConfig, is_reused: bool
+) -> str:
+    """Make a student the champion unless something speaks against it."""
+    manifest = report.manifest
     student = manifest.parents.get("student")
     registry = Registry(tracker)
     made_by = student.mlflow_run_id if student else None
     version = registry.of_run(made_by) if made_by else None
     if version is None:
-        return Decision(False, f"the student is no version of {registry.name}")
+        return f"the student is no version of {registry.name}"
     # Read before anything is compared: what changes meanwhile makes the move fail.
     expected = champion_of(registry)
-    accuracy = _accuracy(tracker, verdict.report)
-    found = evaluation_of(verdict.run_id, manifest, verdict.report.report, accuracy)
-    if not verdict.is_reused or known_evaluation(version) is None:
-        record_evaluation(registry, version.version, found)
+    ours = evaluation_of(run_id, manifest, report.report, _accuracy(tracker, report))
+    if not is_reused or known_evaluation(version) is None:
+        record_evaluation(registry, version.version, ours)
     name = f"version {version.version} of {registry.name}"
     if version.version == expected:
-        return Decision(True, f"{name} is the champion already{_worry(found)}")
-    if found.verdict is None or not verdict.limits.enabled:
-        why = "no gate is set" if found.verdict is None else "promotion is off"
-        return Decision(False, f"{name} stays a candidate: {why} (`rlhf promote`)")
-    return _tried(registry, _Case(version, found, expected, verdict.limits))
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A student, what is said of it, and the champion that it is to replace."""
-
-    version: StudentVersion
-    found: Evaluation
-    expected: int | None
-    limits: PromotionConfig
-
-
-def _tried(registry: Registry, case: _Case) -> Decision:
-    """Make a student the champion unless something speaks against it."""
-    number, run_id = case.version.version, case.found.run_id
-    name = f"version {number} of {registry.name}"
-    theirs = None
-    if case.expected is not None:
-        theirs = known_evaluation(registry.version(case.expected))
-    checks = compare_with_champion(case.found, theirs, case.limits) if theirs else []
-    reasons = _reasons_against(registry.name, case, theirs)
-    reasons += [str(check) for check in checks if check.is_bad]
+        return f"{name} is the champion already{_worry(ours)}"
+    if ours.verdict is None or not limits.enabled:
+        why = "no gate is set" if ours.verdict is None else "promotion is off"
+        return f"{name} stays a candidate: {why} (`rlhf promote`)"
+    reasons, checks = _against(registry, version, ours, expected, limits)
     if not reasons:
         try:
             why = "; ".join([f"the gate of evaluation {run_id} passed", *map(str, checks)])
             by = _who(f"evaluation {run_id}")
-            move_champion(registry, Promotion(number, case.expected, by, why))
-            instead = "" if case.expected is None else f" instead of version {case.expected}"
+            move_champion(registry, Promotion(version.version, expected, by, why))
+            instead = "" if expected is None else f" instead of version {expected}"
             # An earlier refusal is over.
-            registry.tag(number, {"promotion.verdict": "promoted", "promotion.reasons": "none"})
-            return Decision(True, f"{name} is the champion{instead}")
+            verdict = {"promotion.verdict": "promoted", "promotion.reasons": "none"}
+            registry.tag(version.version, verdict)
+            return f"{name} is the champion{instead}"
         except PromotionError as error:
             reasons = [str(error)]
     text = "; ".join(reasons)
-    registry.tag(number, {"promotion.verdict": "refused", "promotion.reasons": text})
-    return Decision(False, f"{name} is refused: {text}")
+    registry.tag(version.version, {"promotion.verdict": "refused", "promotion.reasons": text})
+    return f"{name} is refused: {text}"
+
+
+def _against(
+    registry: Registry,
+    version: StudentVersion,
+    ours: Evaluation,
+    expected: int | None,
+    limits: PromotionConfig,
+) -> tuple[list[str], list[FigureCheck]]:
+    """Return what speaks against a student, and its figures beside the champion's."""
+    reasons = list(ours.reasons)
+    if "rolled_back.at" in version.tags:
+        reasons.append(
+            f"it was rolled back at {version.tags['rolled_back.at']}; `rlhf promote` does it anyway"
+        )
+    if expected is None:
+        return reasons, []
+    theirs = known_evaluation(registry.version(expected))
+    if version.version < expected:
+        reasons.append(f"it is older than the champion, version {expected}")
+    obstacle = incomparable(ours, theirs)
+    if obstacle is not None:
+        reasons.append(
+            f"it cannot be compared with version {expected}: {obstacle}; promote it with "
+            f"`rlhf promote {version.version}`, or evaluate models:/{registry.name}@{CHAMPION} as "
+            "this student was (stage evaluate with that student) and run this again"
+        )
+    checks = compare_with_champion(ours, theirs, limits) if theirs else []
+    return reasons + [str(check) for check in checks if check.is_bad], checks
 
 
 def _worry(found: Evaluation) -> str:
@@ -160,73 +154,41 @@ def _accuracy(tracker: Tracker, artifact: EvalReport) -> float | None:
         return None
 
 
-def _reasons_against(name: str, case: _Case, theirs: Evaluation | None) -> list[str]:
-    """Return what speaks against a student besides figures below the champion's."""
-    reasons, version = list(case.found.reasons), case.version
-    if "rolled_back.at" in version.tags:
-        reasons.append(
-            f"it was rolled back at {version.tags['rolled_back.at']}; `rlhf promote` does it anyway"
-        )
-    if case.expected is None:
-        return reasons
-    if version.version < case.expected:
-        reasons.append(f"it is older than the champion, version {case.expected}")
-    obstacle = incomparable(case.found, theirs)
-    if obstacle is not None:
-        reasons.append(
-            f"it cannot be compared with version {case.expected}: {obstacle}; promote it with "
-            f"`rlhf promote {version.version}`, or evaluate models:/{name}@{CHAMPION} as this "
-            "student was (stage evaluate with that student) and run this again"
-        )
-    return reasons
-
-
 def _who(what: str = "") -> str:
     person = f"{getpass.getuser()}@{socket.gethostname()}"
     return f"{person}, {what}" if what else person
 
 
-@dataclass(frozen=True)
-class PromoteRequest:
-    """`rlhf promote`.
+def promote(ref: str, why: str, tracking: TrackingConfig, *, is_forced: bool) -> str:
+    """Make a version the champion; return a line about it.
 
     Args:
         ref: a number, ``candidate``, ``models:/<name>@<alias>``, ``models:/<name>/<number>``, or
             ``runs:/<id>`` of the run that made the student.
         is_forced: promote although the gate failed.
-    """
-
-    ref: str
-    why: str
-    tracking: TrackingConfig
-    is_forced: bool = False
-
-
-def promote(request: PromoteRequest) -> str:
-    """Make a version the champion; return a line about it.
 
     Raises:
         MissingInputError: no such version, or its student is gone.
         ArtifactError: its student is torn or edited.
         PromotionError: its evaluation failed the gate, or the champion changed in the meantime.
     """
-    tracker = _tracker(request.tracking)
-    registry, version = registered_version(tracker, request.ref)
+    tracker = _tracker(tracking)
+    registry, version = registered_version(tracker, ref)
     expected = champion_of(registry)
     if expected == version.version:
         return f"Version {expected} of {registry.name} is the champion already."
     note = _check_promotable(tracker, version)
     found = known_evaluation(version)
-    if found is not None and found.verdict == "failed" and not request.is_forced:
-        raise PromotionError(
-            f"Version {version.version} of {registry.name} failed the gate: "
-            + "; ".join(found.reasons),
-            "an evaluation that passed",
-            "promote another version, or add --force",
-        )
-    forced = " (forced: the gate failed)" if found and found.verdict == "failed" else ""
-    wanted = Promotion(version.version, expected, _who(), request.why + forced)
-    move_champion(registry, wanted)
+    if found is not None and found.verdict == "failed":
+        if not is_forced:
+            raise PromotionError(
+                f"Version {version.version} of {registry.name} failed the gate: "
+                + "; ".join(found.reasons),
+                "an evaluation that passed",
+                "promote another version, or add --force",
+            )
+        why += " (forced: the gate failed)"
+    move_champion(registry, Promotion(version.version, expected, _who(), why))
     return _told(registry, version.version, expected) + note
 
 
@@ -309,17 +271,16 @@ def stale_artifacts(tracker: Tracker) -> list[StaleArtifact]:
     The newest finished run of each stage is looked at, and the run behind the alias ``champion``.
     An upstream has a newer version when the newest run of its stage has another fingerprint.
     """
-    newest = {stage: tracker.latest_finished(stage) for stage in STAGES}
+    newest = {stage: tracker.latest_finished(stage) for stage in STAGE_SPECS}
     stale: dict[str, StaleArtifact] = {}
-    for stage, run in newest.items():
-        found = None if run is None else _examined(stage, stage, run, newest, stale)
-        if found is not None:
-            stale[stage] = found
-    champion = champion_run(tracker)
-    if champion is not None:
-        found = _examined(CHAMPION, "distill", champion, newest, stale)
-        if found is not None:
-            stale[CHAMPION] = found
+    looked_at = [(stage, stage, run) for stage, run in newest.items()]
+    for name, stage, run in [*looked_at, (CHAMPION, "distill", champion_run(tracker))]:
+        reasons = [] if run is None else _reasons(STAGE_SPECS[stage], run, newest, stale)
+        if run is not None and reasons:
+            path = run.tags.get("artifact.path", "")
+            stale[name] = StaleArtifact(
+                name=name, stage=stage, run_id=run.run_id, path=path, reasons=reasons
+            )
     return list(stale.values())
 
 
@@ -334,33 +295,25 @@ def champion_run(tracker: Tracker) -> RunRecord | None:
         return None
 
 
-def _examined(
-    name: str,
-    stage: Stage,
+def _reasons(
+    spec: StageSpec,
     run: RunRecord,
-    newest: Mapping[Stage, RunRecord | None],
+    newest: Mapping[str, RunRecord | None],
     stale: Mapping[str, StaleArtifact],
-) -> StaleArtifact | None:
+) -> list[str]:
+    """Say which upstreams of a run have a newer version."""
     reasons = []
-    for label, wanted in STAGE_SPECS[stage].inputs.items():
-        current = newest[wanted.stage]
+    for label, upstream in spec.inputs.items():
+        current = newest[upstream.name]
         used = run.tags.get(f"upstream.{label}.fingerprint")
         if used is None or current is None:
             continue
         newer = current.tags.get("fingerprint")
         if used != newer:
             reasons.append(
-                f"{label}: stands on {used[:12]}, the newest {wanted.stage} is {str(newer)[:12]} "
-                f"(run {current.run_id})"
+                f"{label}: stands on {used[:12]}, the newest {upstream.name} is "
+                f"{str(newer)[:12]} (run {current.run_id})"
             )
-        elif wanted.stage in stale:
-            reasons.append(f"{label}: {wanted.stage} is not up to date itself")
-    if not reasons:
-        return None
-    return StaleArtifact(
-        name=name,
-        stage=stage,
-        run_id=run.run_id,
-        path=run.tags.get("artifact.path", ""),
-        reasons=reasons,
-    )
+        elif upstream.name in stale:
+            reasons.append(f"{label}: {upstream.name} is not up to date itself")
+    return reasons

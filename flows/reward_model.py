@@ -7,8 +7,8 @@ from typing import Annotated
 from prefect import flow
 
 from flows.stage_run import HOOKS, stage_run
-from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import RewardModelConfig
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions
+from tasks.reward_model.config import RewardModelConfig
 
 DEFAULTS = RewardModelConfig()
 
@@ -31,11 +31,10 @@ def train_reward_model(
         preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
             `demo`; without it the defaults do.
     """
-    cfg = completed(RewardModelConfig, cfg, preset)
-    options = completed_options(options, preset)
-    with stage_run("reward_model", cfg, options, preferences=preferences, base=base) as run:
+    refs = {"preferences": preferences, "base": base}
+    with stage_run("reward_model", cfg, options, preset, **refs) as run:
         if run.is_needed:
             from tasks.reward_model import stage
 
-            run.publish(stage.train_reward_model(run.context, cfg, run.preferences, run.base))
+            run.artifact = stage.train_reward_model(run.context, run.cfg, **run.inputs)
     return run.path

@@ -8,16 +8,13 @@ from typing import Annotated
 from prefect import Flow, flow
 
 from flows.chain import chain_run
-from flows.distill import distill
-from flows.evaluate import evaluate
-from flows.ingest import ingest
-from flows.offline_ppo import train_offline_ppo
-from flows.reward_model import train_reward_model
-from flows.sft import sft
 from flows.stage_run import HOOKS
-from flows.stages import AS_GIVEN, completed
-from tasks.pipeline_config import PipelineConfig, Stage
+from flows.stages import AS_GIVEN, STAGE_SPECS, completed
+from tasks.config.shared import Stage
+from tasks.pipeline_config import PipelineConfig
 
+# The flow of each stage by name, in the chain's order.
+STAGE_FLOWS: Mapping[str, Flow[..., str]] = {name: spec.flow for name, spec in STAGE_SPECS.items()}
 DEFAULTS = PipelineConfig()
 
 
@@ -39,37 +36,10 @@ def rlhf_pipeline(
             `demo`; without it the defaults do.
     """
     cfg = completed(PipelineConfig, cfg, preset)
+    paths: dict[str, str] = {}
     with chain_run(cfg, rerun_from) as chain:
-        preferences = ingest(cfg.ingest, chain.options("ingest"))
-        base = sft(cfg.sft, preferences, chain.options("sft"))
-        reward_model = train_reward_model(
-            cfg.reward_model, preferences, base, chain.options("reward_model")
-        )
-        policy = train_offline_ppo(
-            cfg.offline_ppo, preferences, reward_model, base, chain.options("offline_ppo")
-        )
-        student = distill(
-            cfg.distill, preferences, policy, base, reward_model, chain.options("distill")
-        )
-        report = evaluate(
-            cfg.evaluate,
-            preferences,
-            student,
-            policy,
-            base,
-            reward_model,
-            chain.options("evaluate"),
-        )
-    return report
-
-
-# The flow of each stage by name, for the command line.
-
-STAGE_FLOWS: Mapping[Stage, Flow[..., str]] = {
-    "ingest": ingest,
-    "sft": sft,
-    "reward_model": train_reward_model,
-    "offline_ppo": train_offline_ppo,
-    "distill": distill,
-    "evaluate": evaluate,
-}
+        for name, spec in STAGE_SPECS.items():
+            run_stage = STAGE_FLOWS[name]
+            refs = spec.refs(paths)
+            paths[name] = run_stage(getattr(cfg, name), **refs, options=chain.options(spec.name))
+    return paths["evaluate"]

@@ -7,8 +7,8 @@ from typing import Annotated
 from prefect import flow
 
 from flows.stage_run import HOOKS, stage_run
-from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions, completed, completed_options
-from tasks.pipeline_config import SftConfig
+from flows.stages import AS_GIVEN, DEFAULT_OPTIONS, RunOptions
+from tasks.sft.config import SftConfig
 
 DEFAULTS = SftConfig()
 
@@ -29,11 +29,9 @@ def sft(
         preset: Config file that completes `cfg`: a path on the worker, or a packaged name such as
             `demo`; without it the defaults do.
     """
-    cfg = completed(SftConfig, cfg, preset)
-    options = completed_options(options, preset)
-    with stage_run("sft", cfg, options, preferences=preferences) as run:
+    with stage_run("sft", cfg, options, preset, preferences=preferences) as run:
         if run.is_needed:
             from tasks.sft.stage import train_base
 
-            run.publish(train_base(run.context, cfg, run.preferences))
+            run.artifact = train_base(run.context, run.cfg, **run.inputs)
     return run.path

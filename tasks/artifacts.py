@@ -180,11 +180,6 @@ class PreferenceDataset(Artifact):
         """Return the Parquet file of one split."""
         return self.path / f"{split}.parquet"
 
-    @property
-    def quarantine_path(self) -> Path:
-        """The rows that were left out, each with its reason."""
-        return self.path / "quarantine.parquet"
-
 
 @dataclass(frozen=True)
 class PolicyCheckpoint(Artifact):
@@ -207,7 +202,7 @@ class RewardModelCheckpoint(Artifact):
 
     @property
     def components(self) -> dict[str, RewardComponent]:
-        """What `reward_record.write_reward_components` wrote, in its order."""
+        """What `write_reward_components` wrote, in its order."""
         return read_reward_components(self.path)
 
     @property
@@ -267,7 +262,7 @@ def fingerprint(
     Args:
         stage: stem of the stage.
         code_version: raised by hand when a stage's code starts to give another result.
-        identity: config fields that change the result (`tasks.pipeline_config.identity_fields`).
+        identity: config fields that change the result (`identity_fields`).
         parents: fingerprint of each upstream by name.
 
     Returns:
@@ -301,26 +296,18 @@ def build_artifact(parent_dir: Path, draft: Draft) -> Iterator[Path]:
         WorkspaceError: the directory cannot be written.
     """
     name = f"{draft.fingerprint[:16]}-{datetime.now(UTC):%Y%m%dT%H%M%S%f}-{uuid.uuid4().hex[:6]}"
-    temporary = parent_dir / f".tmp-{name}"
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        _write_manifest(temporary, draft)
-        _sync_tree(temporary)
-        temporary.rename(parent_dir / name)
-        _sync_directory(parent_dir)
+        with appearing_directory(parent_dir / name) as temporary:
+            yield temporary
+            _write_manifest(temporary, draft)
     except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         if error.errno not in _STORAGE_ERRORS:
             raise
         raise WorkspaceError(
-            f"Writing {error.filename or temporary} failed: {error.strerror}",
+            f"Writing {error.filename or parent_dir / name} failed: {error.strerror}",
             "a writable workspace with free space",
             "free space or choose another RLHF_HOME",
         ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _write_manifest(directory: Path, draft: Draft) -> None:
@@ -339,22 +326,6 @@ def _write_manifest(directory: Path, draft: Draft) -> None:
     )
     text = json.dumps(manifest.model_dump(mode="json"), indent=2, sort_keys=True, allow_nan=False)
     (directory / MANIFEST_NAME).write_text(text + "\n")
-
-
-def _sync_tree(directory: Path) -> None:
-    for path in directory.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
-    _sync_directory(directory)
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -489,7 +460,7 @@ def likeness(first: Manifest | None, again: Manifest) -> str:
     return f"with other bits in {', '.join(odd)}" if odd else "with the same bits"
 
 
-# Files that are written whole or not at all.
+# Files and directories that are written whole or not at all.
 
 _SUFFIX = ".unfinished"
 
@@ -506,11 +477,36 @@ def appearing(path: Path) -> Iterator[Path]:
     _sweep(path.parent, ours)
     try:
         yield temporary
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
+        _sync(temporary)
         temporary.replace(path)
+        _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def appearing_directory(path: Path) -> Iterator[Path]:
+    """Yield a new directory that gets its name when the block ends well, and goes when it fails."""
+    temporary = path.with_name(f".tmp-{path.name}-{uuid.uuid4().hex[:6]}")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for entry in (*temporary.rglob("*"), temporary):
+            _sync(entry)
+        temporary.rename(path)
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, text: str) -> None:

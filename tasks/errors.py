@@ -152,8 +152,6 @@ class ConfigError(RlhfError, ValueError):
 class MissingInputError(RlhfError, FileNotFoundError):
     """A file, directory, model or upstream artefact that is not there."""
 
-    __str__ = RlhfError.__str__
-
 
 class DataError(RlhfError, ValueError):
     """Input rows or a dataset that cannot be used."""
@@ -175,8 +173,6 @@ class ModelError(RlhfError, ValueError):
 class WorkspaceError(RlhfError, OSError):
     """A workspace that cannot be written: read-only, full, or not a directory."""
 
-    __str__ = RlhfError.__str__
-
 
 class DiskFullError(WorkspaceError):
     """A disk that filled up while a run was at work; finished artefacts and checkpoints stay."""
@@ -186,13 +182,9 @@ class ClusterError(RlhfError, ConnectionError):
     """A Ray cluster, Prefect server or MLflow server that does not answer or lacks the resources
     asked for."""
 
-    __str__ = RlhfError.__str__
-
 
 class StageTimeoutError(RlhfError, TimeoutError):
     """A stage that took longer than it was given; its checkpoints are kept."""
-
-    __str__ = RlhfError.__str__
 
 
 class TrainingError(RlhfError, ArithmeticError):
@@ -203,13 +195,9 @@ class TrainingError(RlhfError, ArithmeticError):
 class MemoryLimitError(RlhfError, MemoryError):
     """A step that needed more memory than the device has; no step was taken."""
 
-    __str__ = RlhfError.__str__
-
 
 class WorkerLostError(RlhfError, ConnectionError):
     """A worker process, or its node, that died; what it held is gone, checkpoints are not."""
-
-    __str__ = RlhfError.__str__
 
 
 class RewardError(RlhfError, ValueError):

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -105,7 +104,7 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty_mlflow_db: 
 @pytest.fixture
 def tracker(workspace: Any) -> Any:
     """The workspace's own MLflow database."""
-    from tasks.pipeline_config import TrackingConfig
+    from tasks.config.shared import TrackingConfig
     from tasks.tracking.mlflow import connect
 
     return connect(TrackingConfig(), workspace)
@@ -122,13 +121,6 @@ def prefect_server() -> Iterator[None]:
         yield
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
@@ -143,8 +135,10 @@ def _wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 @pytest.fixture(scope="session")
 def mlflow_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a real `mlflow server` with SQLite behind it."""
+    from service_client import free_port
+
     directory = tmp_path_factory.mktemp("mlflow-server")
-    port = _free_port()
+    port = free_port()
     log = directory / "server.log"
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--workers", "1"]
@@ -219,13 +213,14 @@ def make_artifact(workspace: Any) -> Callable[..., Any]:
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A language model of one small layer."""
+    from tasks.config.shared import TinyModelConfig
     from tasks.demo.oracle import parse_transcript
     from tasks.demo.world import generate_pairs
-    from tasks.models.tiny import TinySpec, build_tiny_model
+    from tasks.models.tiny import build_tiny_model
 
     rows = generate_pairs(60, seed=0)
     texts = [turn["content"] for row in rows for turn in parse_transcript(row["chosen"])]
-    spec = TinySpec(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
+    spec = TinyModelConfig(hidden_size=32, n_layers=1, n_heads=2, vocab_size=300)
     return build_tiny_model(tmp_path_factory.mktemp("workers") / "tiny", texts, spec, seed=1)
 
 
@@ -329,16 +324,16 @@ def ingest_context(tmp_path: Path) -> Callable[[], Any]:
 @pytest.fixture
 def ingest(ingest_context: Callable[[], Any]) -> Callable[..., Any]:
     """A function that ingests a file, or whatever the config names, and returns the dataset."""
-    from tasks.data.source import InputFile, find_files, source_configs
+    from tasks.data.source import InputFile, find_files
+    from tasks.ingest.config import IngestConfig
     from tasks.ingest.stage import ingest_pairs
-    from tasks.pipeline_config import IngestConfig
 
     def run(file: Path | None = None, **settings_: Any) -> Any:
         cfg = IngestConfig(**settings_)
         if file is not None:
             files = [InputFile(str(file), file.name, "demo", "demo", cfg.format)]
         else:
-            files = [found for named in source_configs(cfg) for found in find_files(named)]
+            files = [found for named in cfg.all_sources for found in find_files(named)]
         return ingest_pairs(ingest_context(), cfg, files)
 
     return run

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from chat_server import ChatServer
 
 from tasks.data.history import LineStore
+from tasks.evaluate.config import EndpointConfig, JudgingConfig
 from tasks.evaluate.endpoint import ChatEndpoint, Usage
-from tasks.evaluate.judges import EndpointJudge, Graded, GradingPlan, Sampling, grade
+from tasks.evaluate.judges import EndpointJudge, grade
+from tasks.evaluate.judgments import PairJudgment, Score
 from tasks.evaluate.prompts import load_judge_prompts
 from tasks.evaluate.questions import ModelAnswer, Question
-from tasks.pipeline_config import EndpointConfig
+
+
+@dataclass
+class Plan:
+    """Made-up answers, and how they are judged."""
+
+    questions: list[Question]
+    answers: dict[str, list[ModelAnswer]]
+    judging: JudgingConfig
+
+
+@dataclass(frozen=True)
+class Graded:
+    """What came of it; the cost is that of all runs."""
+
+    scores: list[Score]
+    pairs: list[PairJudgment]
+    usage: Usage
 
 
 def endpoint_of(server: ChatServer | str, **changes: Any) -> EndpointConfig:
@@ -22,27 +43,32 @@ def endpoint_of(server: ChatServer | str, **changes: Any) -> EndpointConfig:
     return EndpointConfig(base_url=url, model="judge-1", **{**fast, **changes})
 
 
-def plan_of(n_questions: int, models: tuple[str, ...] = ("m",), **changes: Any) -> GradingPlan:
+def plan_of(n_questions: int, models: tuple[str, ...] = ("m",), **judging: Any) -> Plan:
     questions = [Question(q, "writing", (f"ask {q}.", f"again {q}.")) for q in range(n_questions)]
     answers = {
         name: [
-            ModelAnswer(q, name, (f"{name} {q} one", f"{name} {q} two"), 0.0)
-            for q in range(n_questions)
+            ModelAnswer(q, name, (f"{name} {q} one", f"{name} {q} two")) for q in range(n_questions)
         ]
         for name in models
     }
-    return GradingPlan(questions, answers, load_judge_prompts("own"), ("math",), **changes)
+    return Plan(questions, answers, JudgingConfig(max_new_tokens=64, **judging))
 
 
-def run(
-    cfg: EndpointConfig, plan: GradingPlan, path: Path, rating_attempts: int = 2, **used: int
-) -> Graded:
-    judge = EndpointJudge(ChatEndpoint(cfg, Usage(**used)), Sampling(0.0, 64, rating_attempts))
-    store = LineStore(path)
-    try:
-        return grade(judge, plan, store)
-    finally:
-        store.close()
+def run(cfg: EndpointConfig, plan: Plan, path: Path) -> Graded:
+    with closing(LineStore(path)) as store:
+        judge = EndpointJudge(ChatEndpoint(cfg, Usage.of(store)), plan.judging)
+        prompts = load_judge_prompts("own")
+        scores, pairs = grade(
+            judge,
+            plan.questions,
+            plan.answers,
+            prompts,
+            plan.judging,
+            store,
+            baseline="base",
+            seed=0,
+        )
+        return Graded(scores, pairs, Usage.of(store))
 
 
 if __name__ == "__main__":

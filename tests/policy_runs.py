@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tasks.artifacts import PolicyCheckpoint
+from tasks.config.shared import TrackingConfig
 from tasks.offline_ppo.loop import PPOLoop
-from tasks.pipeline_config import TrackingConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 

@@ -20,7 +20,7 @@ from flows.reward_model import train_reward_model
 from flows.sft import sft
 from flows.stages import RunOptions
 from tasks.config.loading import load_config
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.tracking.mlflow import RunRecord, connect
 from tasks.workspace import Workspace
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from flows.cli.main import app
 from flows.stage_run import describe
 from tasks.config.loading import _UniqueKeyLoader
+from tasks.config.shared import TrackingConfig
 from tasks.errors import (
     ArtifactError,
     ClusterError,
@@ -31,7 +32,7 @@ from tasks.errors import (
     redact_config,
     without_credentials,
 )
-from tasks.pipeline_config import EvaluateConfig, TrackingConfig
+from tasks.evaluate.config import EvaluateConfig
 from tasks.tracking.lineage import locate
 from tasks.tracking.mlflow import Tracker, connect, flat_params
 from tasks.tracking.run_log import ProgressDisplay, StageLog

@@ -25,24 +25,17 @@ from flows.inputs import (
     check_gpus,
     check_groups,
     check_ray_address,
-    check_sources,
     count_gpus,
-    models_of,
     ray_addresses,
     runtimes_of,
     uses_gpus,
 )
 from flows.services.prefect_server import API_URL, is_healthy
+from flows.stages import check_sources, models_of
+from tasks.config.shared import STAGES, LoraConfig, ModelConfig, RenderingConfig, RuntimeConfig
 from tasks.errors import RlhfError, sentence
-from tasks.pipeline_config import (
-    STAGES,
-    LoraConfig,
-    ModelConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    RenderingConfig,
-    RuntimeConfig,
-)
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import DISTRIBUTION, Workspace, package_versions
 
 #

@@ -9,13 +9,20 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.runs import add_run_commands
+from flows.cli.runs import runs_app
 from flows.cli.services import services_app
-from flows.cli.shared import FAILURE as _FAILURE
-from flows.cli.shared import AsJson, Debug, Experiment, TrackingUri, terminal
-from flows.cli.shared import reported as _reported
+from flows.cli.shared import (
+    FAILURE,
+    AsJson,
+    Debug,
+    Experiment,
+    TrackingUri,
+    open_tracker,
+    reported,
+    terminal,
+)
 from tasks.config.loading import find_config, load_config, parse_stage
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.workspace import DISTRIBUTION, HOME_VARIABLE, Workspace, bypass_proxies, package_versions
 
 app = typer.Typer(
@@ -87,7 +94,7 @@ def run_command(
     from flows.cli.run import RunRequest, print_ablation, print_places, print_result, run
     from flows.services.prefect_server import API_URL, is_temporary
 
-    with _reported(debug):
+    with reported(debug):
         cfg = load_config(find_config(config), override or [])
         if no_reuse:
             cfg = cfg.model_copy(update={"reuse": False})
@@ -131,12 +138,11 @@ def score_command(
     messages. A row that cannot be scored keeps its place, with the reason in score_error. Of the
     settings only the runtime can be changed: -o runtime.device=cpu.
     """
-    with _reported(debug):
-        from flows.cli.score import ScoreRequest, print_scored, run_score
+    with reported(debug):
+        from flows.cli.score import print_scored, score_alone
 
         tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-        request = ScoreRequest(file, reward_model, output, tuple(override or ()), tracking)
-        scored = run_score(request, is_debug=debug)
+        scored = score_alone(file, reward_model, output, override or (), tracking, debug)
         if as_json:
             print(json.dumps(scored.as_json(), indent=2))
         else:
@@ -168,10 +174,10 @@ def score_judgments_command(
     A later judgment of the same question and turn replaces an earlier one. A failed judgment is
     no number: it lowers the coverage.
     """
-    with _reported(debug):
-        from flows.cli.score_judgments import JudgmentRequest, print_judgments, score_judgments
+    with reported(debug):
+        from flows.cli.score_judgments import print_judgments, score_judgments
 
-        found = score_judgments(JudgmentRequest(files, questions, baseline, reparse))
+        found = score_judgments(files, questions, baseline, reparse)
         if as_json:
             print(json.dumps(found.as_json(), indent=2, allow_nan=False))
         else:
@@ -194,13 +200,16 @@ def export_command(
     debug: Debug = False,
 ) -> None:
     """Write an ingested dataset in another project's format."""
-    with _reported(debug):
-        from flows.cli.export import ExportRequest, run_export
+    with reported(debug):
+        from tasks.artifacts import PreferenceDataset
+        from tasks.data.export import export_dataset
+        from tasks.tracking.lineage import resolve_reference
 
-        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-        target = output or Path(f"preferences-{to}")
-        for line in run_export(ExportRequest(ref, to, target, tracking)):
-            print(line)
+        tracker = open_tracker(TrackingConfig(tracking_uri=tracking_uri, experiment=experiment))
+        dataset = resolve_reference(tracker, ref, "ingest", PreferenceDataset)
+        written = export_dataset(dataset, to, output or Path(f"preferences-{to}"))
+        for path, n_rows in written.items():
+            print(f"{path}: {n_rows} rows")
 
 
 @app.command("doctor")
@@ -216,7 +225,7 @@ def doctor_command(
 
     The exit code is 1 when something that the config needs would fail.
     """
-    with _reported(debug):
+    with reported(debug):
         from flows.cli.doctor import examine, print_findings
 
         cfg = load_config(find_config(config), override or [])
@@ -226,11 +235,11 @@ def doctor_command(
         else:
             print_findings(terminal(), findings)
         if any(finding.status == "fail" for finding in findings):
-            raise typer.Exit(_FAILURE)
+            raise typer.Exit(FAILURE)
 
 
+app.add_typer(runs_app)
 app.add_typer(services_app)
-add_run_commands(app, _reported)
 
 
 def main() -> None:

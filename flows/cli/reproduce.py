@@ -1,17 +1,19 @@
-"""What `rlhf reproduce` does: run a stage again as it was recorded, apart from everything else."""
+"""What `rlhf reproduce` does: run a stage again as it was recorded, and compare the bits."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
@@ -34,37 +36,123 @@ from tasks.artifacts import (
     standing_path,
 )
 from tasks.config.messages import problems_of
+from tasks.config.shared import STAGES, Stage, StageConfig, TrackingConfig
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage, StageConfig, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.tracking.comparison import find_run
 from tasks.tracking.lineage import recorded_manifest
 from tasks.tracking.mlflow import PIPELINE, REPRODUCTIONS, RunRecord, Tracker, connect
-from tasks.tracking.reproduction import (
-    UNKNOWN,
-    Reproduction,
-    compare_figures,
-    compare_files,
-    differences,
-)
 from tasks.workspace import HOME_VARIABLE, Workspace, git_commit, machine, package_versions
 
 # As the hub's client, the package index's wheels and the questions are named in the cache.
 _DOWNLOADS = ("models--*", "datasets--*", "packages", "questions-*")
 
 
-@dataclass(frozen=True)
-class ReproduceRequest:
-    """One invocation.
+FileStatus = Literal["equal", "equal but for times", "different", "missing", "new"]
+# When something happened, and how long it took, is no result.
+_TIME: Final = re.compile(
+    r"\b(tstamp|seconds|(\w+_)?tokens_per_second|time_share_\w+|tokens a second)\b"
+)
+_JSON: Final = (".json", ".jsonl")
+_PAGES: Final = (".md", ".html")
+UNKNOWN: Final = "unknown"
+
+
+class Difference(BaseModel):
+    """One thing that was not the same."""
+
+    name: str
+    first: str
+    repeat: str
+
+
+class Reproduction(BaseModel):
+    """A repeat beside the first run.
 
     Args:
-        ref: a stage's run.
-        is_kept: keep the repeat's files when they are equal, too.
+        repeat_path: where the repeat's artefact lies; None when it was removed.
+        files: status of every payload file.
+        metrics: figures of the manifest that differ.
+        environment: packages, code and device that differ.
+        notes: what could not be compared.
     """
 
-    ref: str
-    tracking: TrackingConfig
-    is_kept: bool = False
-    is_debug: bool = False
+    run_id: str
+    stage: str
+    repeat_run_id: str | None
+    repeat_path: str | None
+    files: dict[str, FileStatus]
+    metrics: list[Difference]
+    environment: list[Difference]
+    notes: list[str] = []
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every file has the same bits, times aside, and every figure is the same."""
+        same = ("equal", "equal but for times")
+        return all(status in same for status in self.files.values()) and not self.metrics
+
+
+def compare_files(
+    first: Manifest, repeat: Manifest, first_dir: Path, repeat_dir: Path
+) -> dict[str, FileStatus]:
+    """Return the status of every payload file, by the hashes of both manifests.
+
+    JSON files and pages with other hashes are read, where the first artefact is still there, to see
+    whether only their times differ, and the id of the run that a page says it is of.
+    """
+    statuses: dict[str, FileStatus] = {}
+    for name in sorted({*first.files, *repeat.files}):
+        ours, theirs = first.files.get(name), repeat.files.get(name)
+        if ours is None or theirs is None:
+            statuses[name] = "new" if ours is None else "missing"
+        elif ours.sha256 == theirs.sha256:
+            statuses[name] = "equal"
+        elif name.endswith(_JSON + _PAGES) and (first_dir / name).is_file():
+            before = _timeless(first_dir / name, first.mlflow_run_id)
+            is_same = before == _timeless(repeat_dir / name, repeat.mlflow_run_id)
+            statuses[name] = "equal but for times" if is_same else "different"
+        else:
+            statuses[name] = "different"
+    return statuses
+
+
+def _timeless(path: Path, run_id: str | None) -> list[Any]:
+    """Return the content of a JSON file or a page without what says when, how fast or which run."""
+    text = path.read_text(encoding="utf-8")
+    if run_id:
+        text = text.replace(run_id, "this run")
+    if path.suffix in _PAGES:
+        # Markdown escapes the underscores of a name.
+        return [line for line in text.splitlines() if not _TIME.search(line.replace("\\", ""))]
+    parts = text.splitlines() if path.suffix == ".jsonl" else [text]
+    return [_without_times(json.loads(part)) for part in parts if part.strip()]
+
+
+def _without_times(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_times(v) for k, v in value.items() if not _TIME.fullmatch(k)}
+    if isinstance(value, list):
+        sentences = [e for e in value if not (isinstance(e, str) and _TIME.search(e))]
+        return [_without_times(entry) for entry in sentences]
+    return value
+
+
+def compare_figures(first: Manifest, repeat: Manifest) -> list[Difference]:
+    """Return the metrics and counts that differ, times aside."""
+    ours = _without_times({**first.metrics, **first.counts})
+    theirs = _without_times({**repeat.metrics, **repeat.counts})
+    return differences(
+        {name: repr(value) for name, value in ours.items()},
+        {name: repr(value) for name, value in theirs.items()},
+    )
+
+
+def differences(first: Mapping[str, str], repeat: Mapping[str, str]) -> list[Difference]:
+    """Return the entries that are not the same on both sides."""
+    names = sorted({*first, *repeat})
+    pairs = [(name, first.get(name, UNKNOWN), repeat.get(name, UNKNOWN)) for name in names]
+    return [Difference(name=n, first=a, repeat=b) for n, a, b in pairs if a != b]
 
 
 @dataclass(frozen=True)
@@ -84,11 +172,17 @@ class _Recorded:
     notes: list[str] = field(default_factory=list)
 
 
-def reproduce(request: ReproduceRequest) -> Reproduction:
+def reproduce(
+    ref: str, tracking: TrackingConfig, *, is_kept: bool = False, is_debug: bool = False
+) -> Reproduction:
     """Repeat a stage from its recorded config, parents and seed, and compare the results.
 
     The repeat has a workspace and an MLflow experiment of its own: no cache of the first run
     answers for it, and it is nobody's `latest` or candidate.
+
+    Args:
+        ref: a stage's run.
+        is_kept: keep the repeat's files when they are equal, too.
 
     Raises:
         MissingInputError: no such run or parent.
@@ -97,18 +191,18 @@ def reproduce(request: ReproduceRequest) -> Reproduction:
     """
     workspace = Workspace.from_environment()
     workspace.prepare()
-    tracker = connect(request.tracking, workspace)
-    recorded = _read(tracker, find_run(tracker, request.ref), request.ref)
+    tracker = connect(tracking, workspace)
+    recorded = _read(tracker, find_run(tracker, ref), ref)
     _check_parents(tracker, recorded)
-    repeats = request.tracking.model_copy(
+    repeats = tracking.model_copy(
         update={
-            "experiment": request.tracking.experiment + REPRODUCTIONS,
+            "experiment": tracking.experiment + REPRODUCTIONS,
             "tracking_uri": tracker.tracking_uri,
         }
     )
     # Opened from here, so that its artifacts do not lie in the repeat's workspace.
     connect(repeats, workspace)
-    prepare_environment(workspace, is_debug=request.is_debug)
+    prepare_environment(workspace, is_debug=is_debug)
     stamp = f"{datetime.now(UTC):%Y%m%dT%H%M%S%f}"
     home = workspace.root / "reproductions" / f"{recorded.stage}-{recorded.run.run_id[:8]}-{stamp}"
     try:
@@ -118,10 +212,10 @@ def reproduce(request: ReproduceRequest) -> Reproduction:
         found = _compare(recorded, path)
     except BaseException:
         # Another attempt would start anew, elsewhere.
-        if not request.is_kept:
+        if not is_kept:
             shutil.rmtree(home, ignore_errors=True)
         raise
-    if found.is_equal and not request.is_kept:
+    if found.is_equal and not is_kept:
         shutil.rmtree(home)
         found = found.model_copy(update={"repeat_path": None})
     _record(tracker, found)
@@ -158,17 +252,17 @@ def _read(tracker: Tracker, run: RunRecord, ref: str) -> _Recorded:
 def _manifest(tracker: Tracker, run: RunRecord) -> Manifest:
     """Return a run's manifest, from its artefact or else from the copy that MLflow has."""
     with suppress(MissingInputError, ArtifactError):
-        found = read_manifest(Path(run.tags.get("artifact.path", "")))
-        if found.fingerprint == run.tags.get("fingerprint"):
-            return found
-    text = tracker.read_text(run.run_id, MANIFEST_NAME)
-    if text is None:
+        kept = read_manifest(Path(run.tags.get("artifact.path", "")))
+        if kept.fingerprint == run.tags.get("fingerprint"):
+            return kept
+    found = recorded_manifest(tracker, run.run_id)
+    if found is None:
         raise MissingInputError(
             f"The artefact of run {run.run_id} is gone, and MLflow has no copy of {MANIFEST_NAME}",
             "one of them",
             "give another run",
         )
-    return Manifest.model_validate_json(text)
+    return found
 
 
 def _check_parents(tracker: Tracker, recorded: _Recorded) -> None:
@@ -185,7 +279,7 @@ def _check_parents(tracker: Tracker, recorded: _Recorded) -> None:
         found = _parent(recorded, name)
         recorded.refs[name] = str(found.path)
         if str(found.path) != parents[name].path:
-            like = likeness(recorded_manifest(tracker, parents[name]), found.manifest)
+            like = likeness(recorded_manifest(tracker, parents[name].mlflow_run_id), found.manifest)
             recorded.notes.append(f"{name} was deleted and made again, {like}: {found.path}")
     for name, parent in parents.items():
         path = Path(parent.path)

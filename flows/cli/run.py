@@ -14,16 +14,18 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from flows.inputs import check_inputs
-from flows.outcomes import STOPPED, RunMonitor, StageOutcome, chain_rows, monitored, summary_of
+from flows.cli.shared import say
+from flows.outcomes import STOPPED, RunMonitor, StageOutcome, chain_rows, demo_figures, monitored
 from flows.services.prefect_server import (
     TemporaryServer,
     prepare_environment,
     start_prefect_api,
     termination_as_interrupt,
 )
+from flows.stages import RunOptions, check_inputs
+from tasks.config.shared import STAGES, Stage, TrackingConfig
 from tasks.errors import ConfigError, RlhfError, without_credentials
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -121,7 +123,6 @@ def _flow_call(request: RunRequest) -> Callable[[], str]:
         return lambda: rlhf_pipeline(cfg, request.rerun_from)
     from flows.chain import cluster_closed
     from flows.rlhf_pipeline import STAGE_FLOWS
-    from flows.stages import RunOptions
 
     stage = request.only
     options = RunOptions(tracking=cfg.tracking)
@@ -196,7 +197,7 @@ def print_ablation(console: Console, workspace: Workspace, monitor: RunMonitor) 
     failures = sum(len(method.failures) for method in report.methods)
     if failures:
         console.print(f"{failures} runs failed; ablation.md says why.", style="red")
-    console.print(f"Files: {directory}", highlight=False, soft_wrap=True, markup=False)
+    say(console, f"Files: {directory}")
     print_cost(console, monitor)
 
 
@@ -208,7 +209,7 @@ def print_cost(console: Console, monitor: RunMonitor) -> None:
 
 def print_demo(console: Console, outcomes: Mapping[str, StageOutcome]) -> None:
     """Print the oracle's verdict, where the data is the demo world's."""
-    demo = summary_of(outcomes, 0.0, 0)["demo"]
+    demo = demo_figures(outcomes)
     rates = [(name, rate) for name, rate in demo["oracle_good_rate"].items() if rate is not None]
     if rates:
         text = ", ".join(f"{name} {rate:.3f}" for name, rate in rates)
@@ -223,7 +224,7 @@ def print_places(
     """Print how to see the runs in both UIs."""
     console.print()
     for line in ui_commands(workspace, tracking, prefect_url):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, line)
 
 
 def ui_commands(

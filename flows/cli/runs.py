@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -18,250 +13,182 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flows.cli.shared import FAILURE as _FAILURE
-from flows.cli.shared import AsJson, Debug, Experiment, TrackingUri, terminal
-from tasks.errors import ConfigError, WorkspaceError
-from tasks.pipeline_config import STAGES, TrackingConfig
-from tasks.workspace import Workspace
+from flows.cli.shared import (
+    FAILURE,
+    AsJson,
+    Debug,
+    Experiment,
+    TrackingUri,
+    open_tracker,
+    reported,
+    say,
+    terminal,
+)
+from tasks.artifacts import write_whole
+from tasks.config.shared import STAGES, TrackingConfig
+from tasks.errors import ConfigError
 
 if TYPE_CHECKING:
     from tasks.tracking.comparison import Comparison
     from tasks.tracking.lineage import LineageNode
 
-_STAGE_LIST = ", ".join(STAGES)
+runs_app = typer.Typer()
 
 Why = Annotated[str, typer.Option(help="The reason; it becomes a tag of the version.")]
 
-# Turns errors into one message and an exit code; given whether to show tracebacks.
-Reported = Callable[[bool], AbstractContextManager[None]]
 
+@runs_app.command("lineage")
+def lineage_command(
+    ref: Annotated[
+        str,
+        typer.Argument(
+            help="A path, `runs:/<id>`, `models:/<name>@<alias>`, `models:/<name>/<version>`, "
+            f"latest, or a stage: {', '.join(STAGES)}."
+        ),
+    ],
+    as_json: AsJson = False,
+    as_mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a Mermaid diagram.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the hash of every file of every artefact.")
+    ] = False,
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Print the tree from an artefact, a run or a version back to the raw files, with hashes.
 
-def add_run_commands(app: typer.Typer, reported: Reported) -> None:
-    """Add the commands to the program."""
-    _add_lineage(app, reported)
-    _add_compare(app, reported)
-    _add_promotion(app, reported)
-    _add_reproduce(app, reported)
-
-
-def _add_lineage(app: typer.Typer, reported: Reported) -> None:
-    @app.command("lineage")
-    def lineage_command(
-        ref: Annotated[
-            str,
-            typer.Argument(
-                help="A path, `runs:/<id>`, `models:/<name>@<alias>`, `models:/<name>/<version>`, "
-                f"latest, or a stage: {_STAGE_LIST}."
-            ),
-        ],
-        as_json: AsJson = False,
-        as_mermaid: Annotated[
-            bool, typer.Option("--mermaid", help="Print a Mermaid diagram.")
-        ] = False,
-        verify: Annotated[
-            bool, typer.Option("--verify", help="Check the hash of every file of every artefact.")
-        ] = False,
-        tracking_uri: TrackingUri = None,
-        experiment: Experiment = "rlhf-flows",
-        debug: Debug = False,
-    ) -> None:
-        """Print the tree from an artefact, a run or a version back to the raw files, with hashes.
-
-        The exit code is 1 when a link is broken: an artefact or a run that was deleted, a torn or
-        edited artefact, a raw file that has changed.
-        """
-        with reported(debug):
-            from tasks.tracking.lineage import lineage_tree
-            from tasks.tracking.mlflow import connect
-
-            if as_json and as_mermaid:
-                raise ConfigError("--json and --mermaid were both given", "one", "remove one")
-            workspace = Workspace.from_environment()
-            workspace.prepare()
-            tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-            tree = lineage_tree(connect(tracking, workspace), ref, is_deep=verify)
-            if as_json:
-                print(tree.model_dump_json(indent=2))
-            elif as_mermaid:
-                print(lineage_mermaid(tree))
-            else:
-                print_lineage(terminal(), tree)
-            if tree.broken:
-                raise typer.Exit(_FAILURE)
-
-
-def _add_compare(app: typer.Typer, reported: Reported) -> None:
-    @app.command("compare")
-    def compare_command(
-        refs: Annotated[
-            list[str] | None,
-            typer.Argument(
-                metavar="[REF]...",
-                help="Runs: latest (the newest chain), a stage, `runs:/<id>` or the id, "
-                "`models:/<name>@<alias>`, `models:/<name>/<version>`, or an artefact's path. "
-                "Default: the two newest chains.",
-            ),
-        ] = None,
-        html: Annotated[
-            Path | None, typer.Option(help="Also write a page, with curves, to this file.")
-        ] = None,
-        show_all: Annotated[
-            bool, typer.Option("--all", help="Show settings that are the same in all runs, too.")
-        ] = False,
-        as_json: AsJson = False,
-        tracking_uri: TrackingUri = None,
-        experiment: Experiment = "rlhf-flows",
-        debug: Debug = False,
-    ) -> None:
-        """Put runs side by side: settings that differ, inputs, packages, metrics."""
-        with reported(debug):
-            tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-            found = run_compare(CompareRequest(tuple(refs or ()), tracking, show_all, html))
-            if as_json:
-                print(json.dumps(comparison_json(found), indent=2, allow_nan=False))
-            else:
-                print_comparison(terminal(), found)
-
-
-def _add_promotion(app: typer.Typer, reported: Reported) -> None:
-    @app.command("promote")
-    def promote_command(
-        version: Annotated[
-            str,
-            typer.Argument(
-                help="A version's number, candidate, `models:/<name>@<alias>`, "
-                "`models:/<name>/<version>`, or `runs:/<id>` of the run that made the student."
-            ),
-        ],
-        why: Why = "by hand",
-        force: Annotated[bool, typer.Option("--force", help="Although the gate failed.")] = False,
-        tracking_uri: TrackingUri = None,
-        experiment: Experiment = "rlhf-flows",
-        debug: Debug = False,
-    ) -> None:
-        """Make a student the champion; who, when and why become tags of its version."""
-        with reported(debug):
-            from flows.promote import PromoteRequest, promote
-
-            tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-            print(promote(PromoteRequest(version, why, tracking, force)))
-
-    @app.command("rollback")
-    def rollback_command(
-        why: Why = "by hand",
-        tracking_uri: TrackingUri = None,
-        experiment: Experiment = "rlhf-flows",
-        debug: Debug = False,
-    ) -> None:
-        """Make the champion before this one the champion again."""
-        with reported(debug):
-            from flows.promote import rollback
-
-            tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-            print(rollback(why, tracking))
-
-
-def _add_reproduce(app: typer.Typer, reported: Reported) -> None:
-    @app.command("reproduce")
-    def reproduce_command(
-        ref: Annotated[
-            str,
-            typer.Argument(
-                help="A stage's run: `runs:/<id>` or the id, `models:/<name>@<alias>`, a stage, or "
-                "an artefact's path."
-            ),
-        ],
-        as_json: AsJson = False,
-        keep: Annotated[
-            bool, typer.Option("--keep", help="Keep the repeat's files when they are equal, too.")
-        ] = False,
-        tracking_uri: TrackingUri = None,
-        experiment: Experiment = "rlhf-flows",
-        debug: Debug = False,
-    ) -> None:
-        """Run a stage again from its recorded config, parents and seed, and compare the results.
-
-        The exit code is 1 when they differ; what differs in packages, code and device is listed.
-        """
-        with reported(debug):
-            from flows.cli.reproduce import ReproduceRequest, print_reproduction, reproduce
-
-            tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
-            found = reproduce(ReproduceRequest(ref, tracking, keep, debug))
-            if as_json:
-                print(found.model_dump_json(indent=2))
-            else:
-                print_reproduction(terminal(), found)
-            if not found.is_equal:
-                raise typer.Exit(_FAILURE)
-
-
-# What `rlhf compare` does: runs side by side, in the terminal, as a page or as JSON.
-
-
-@dataclass(frozen=True)
-class CompareRequest:
-    """One invocation.
-
-    Args:
-        refs: the runs; none stands for the two newest finished chains.
-        is_complete: show what is the same in all runs, too.
-        page: file to write.
+    The exit code is 1 when a link is broken: an artefact or a run that was deleted, a torn or
+    edited artefact, a raw file that has changed.
     """
+    with reported(debug):
+        from tasks.tracking.lineage import lineage_tree
 
-    refs: tuple[str, ...]
-    tracking: TrackingConfig
-    is_complete: bool = False
-    page: Path | None = None
+        if as_json and as_mermaid:
+            raise ConfigError("--json and --mermaid were both given", "one", "remove one")
+        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
+        tree = lineage_tree(open_tracker(tracking), ref, is_deep=verify)
+        if as_json:
+            print(tree.model_dump_json(indent=2))
+        elif as_mermaid:
+            print(lineage_mermaid(tree))
+        else:
+            print_lineage(terminal(), tree)
+        if tree.broken:
+            raise typer.Exit(FAILURE)
 
 
-def run_compare(request: CompareRequest) -> Comparison:
-    """Compare, and write the page if one is wanted.
+@runs_app.command("compare")
+def compare_command(
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[REF]...",
+            help="Runs: latest (the newest chain), a stage, `runs:/<id>` or the id, "
+            "`models:/<name>@<alias>`, `models:/<name>/<version>`, or an artefact's path. "
+            "Default: the two newest chains.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a page, with curves, to this file.")
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show settings that are the same in all runs, too.")
+    ] = False,
+    as_json: AsJson = False,
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Put runs side by side: settings that differ, inputs, packages, metrics."""
+    with reported(debug):
+        from tasks.tracking.comparison import compare_runs, newest_chains, render_comparison
 
-    Raises:
-        RlhfError: a reference with nothing behind it, or a page that cannot be written.
+        tracker = open_tracker(TrackingConfig(tracking_uri=tracking_uri, experiment=experiment))
+        found = compare_runs(
+            tracker,
+            refs or newest_chains(tracker),
+            is_complete=show_all,
+            has_curves=html is not None,
+        )
+        plain = found.model_dump(mode="json")
+        if html is not None:
+            write_whole(html.expanduser().absolute(), render_comparison(found))
+        if as_json:
+            print(json.dumps(plain, indent=2, allow_nan=False))
+        else:
+            print_comparison(terminal(), found)
+
+
+@runs_app.command("promote")
+def promote_command(
+    version: Annotated[
+        str,
+        typer.Argument(
+            help="A version's number, candidate, `models:/<name>@<alias>`, "
+            "`models:/<name>/<version>`, or `runs:/<id>` of the run that made the student."
+        ),
+    ],
+    why: Why = "by hand",
+    force: Annotated[bool, typer.Option("--force", help="Although the gate failed.")] = False,
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Make a student the champion; who, when and why become tags of its version."""
+    with reported(debug):
+        from flows.promote import promote
+
+        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
+        print(promote(version, why, tracking, is_forced=force))
+
+
+@runs_app.command("rollback")
+def rollback_command(
+    why: Why = "by hand",
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Make the champion before this one the champion again."""
+    with reported(debug):
+        from flows.promote import rollback
+
+        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
+        print(rollback(why, tracking))
+
+
+@runs_app.command("reproduce")
+def reproduce_command(
+    ref: Annotated[
+        str,
+        typer.Argument(
+            help="A stage's run: `runs:/<id>` or the id, `models:/<name>@<alias>`, a stage, or "
+            "an artefact's path."
+        ),
+    ],
+    as_json: AsJson = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the repeat's files when they are equal, too.")
+    ] = False,
+    tracking_uri: TrackingUri = None,
+    experiment: Experiment = "rlhf-flows",
+    debug: Debug = False,
+) -> None:
+    """Run a stage again from its recorded config, parents and seed, and compare the results.
+
+    The exit code is 1 when they differ; what differs in packages, code and device is listed.
     """
-    # Not at the top: mlflow takes seconds to import, and every command imports this file.
-    from tasks.tracking.comparison import compare_runs, newest_chains, render_comparison
-    from tasks.tracking.mlflow import connect
+    with reported(debug):
+        from flows.cli.reproduce import print_reproduction, reproduce
 
-    workspace = Workspace.from_environment()
-    workspace.prepare()
-    tracker = connect(request.tracking, workspace)
-    refs = request.refs or tuple(newest_chains(tracker))
-    found = compare_runs(
-        tracker, refs, is_complete=request.is_complete, has_curves=request.page is not None
-    )
-    if request.page is not None:
-        _write(request.page, render_comparison(comparison_json(found)))
-    return found
-
-
-def comparison_json(found: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain values, and of each row whether the runs differ in it."""
-    plain = found.model_dump(mode="json")
-    for table, kept in zip(plain["tables"], found.tables, strict=True):
-        for row, known in zip(table["rows"], kept.rows, strict=True):
-            row["differs"] = known.differs
-    return plain
-
-
-def _write(path: Path, text: str) -> None:
-    target = Path(os.path.expanduser(path)).absolute()
-    temporary: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".compare-")
-        temporary = Path(name)
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.chmod(0o644)
-        temporary.replace(target)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise WorkspaceError(
-            f"{path} cannot be written: {error.strerror}", "a writable directory", "name another"
-        ) from error
+        tracking = TrackingConfig(tracking_uri=tracking_uri, experiment=experiment)
+        found = reproduce(ref, tracking, is_kept=keep, is_debug=debug)
+        if as_json:
+            print(found.model_dump_json(indent=2))
+        else:
+            print_reproduction(terminal(), found)
+        if not found.is_equal:
+            raise typer.Exit(FAILURE)
 
 
 def _short(ref: str) -> str:
@@ -297,17 +224,11 @@ def print_lineage(console: Console, node: LineageNode) -> None:
     What was deleted and made again is named, too.
     """
     for line in lineage_lines(node):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, line)
     remade = [found for found in node.walk() if found.status == "remade"]
     for style, told in (("yellow", remade), ("red", node.broken)):
         for found in told:
-            console.print(
-                f"{found.status}: {found.path or found.key}: {found.note}",
-                style=style,
-                highlight=False,
-                markup=False,
-                soft_wrap=True,
-            )
+            say(console, f"{found.status}: {found.path or found.key}: {found.note}", style)
 
 
 def lineage_lines(node: LineageNode) -> list[str]:

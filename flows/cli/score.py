@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,13 +14,13 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli.shared import open_tracker, plain, say
 from flows.services.prefect_server import prepare_environment, termination_as_interrupt
 from tasks.artifacts import RewardModelCheckpoint
 from tasks.config.loading import NOT_YAML, merge
 from tasks.config.messages import message_of
-from tasks.config.shared import check_budget
+from tasks.config.shared import RenderingConfig, RuntimeConfig, TrackingConfig, check_budget
 from tasks.errors import ConfigError, DataError
-from tasks.pipeline_config import RenderingConfig, RuntimeConfig, TrackingConfig
 from tasks.reward_model.score_files import (
     ERROR_FIELD,
     Added,
@@ -51,23 +51,6 @@ _SIDES: Final = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
-class ScoreRequest:
-    """One invocation.
-
-    Args:
-        reward_model: ``latest``, ``runs:/<id>``, ``models:/<name>@<alias>`` or a path.
-        output: a .jsonl or .parquet file; None is beside the input.
-        overrides: ``runtime.key=value`` with a YAML value, over what the model was trained with.
-    """
-
-    file: Path
-    reward_model: str = "latest"
-    output: Path | None = None
-    overrides: Sequence[str] = ()
-    tracking: TrackingConfig = field(default_factory=TrackingConfig)
-
-
-@dataclass(frozen=True)
 class Scored:
     """What was written.
 
@@ -90,40 +73,57 @@ class Scored:
         }
 
 
-def run_score(request: ScoreRequest, *, is_debug: bool = False) -> Scored:
-    """Score a file in a process of its own: Ray is started and ended.
-
-    Raises:
-        RlhfError: as in `score_file`.
-    """
+def score_alone(
+    file: Path,
+    reward_model: str,
+    output: Path | None,
+    overrides: Sequence[str],
+    tracking: TrackingConfig,
+    is_debug: bool,
+) -> Scored:
+    """Score a file, as `score_file` does, in a process of its own: Ray is started and ended."""
     prepare_environment(Workspace.from_environment(), is_debug=is_debug)
     with termination_as_interrupt():
         from tasks.runtime.session import cluster_session
 
         with cluster_session():
-            return score_file(request)
+            return score_file(file, reward_model, output, overrides, tracking)
 
 
-def score_file(request: ScoreRequest) -> Scored:
+def score_file(
+    file: Path,
+    reward_model: str,
+    output: Path | None,
+    overrides: Sequence[str],
+    tracking: TrackingConfig,
+) -> Scored:
     """Write the rows of a file with their scores.
+
+    Args:
+        reward_model: ``latest``, ``runs:/<id>``, ``models:/<name>@<alias>`` or a path.
+        output: a .jsonl or .parquet file; None is beside the input.
+        overrides: ``runtime.key=value`` with a YAML value, over what the model was trained with.
 
     Raises:
         RlhfError: a file, reference or setting that cannot be used, before anything is scored; or
             scores that are not finite.
     """
-    output = request.output or default_output(request.file)
-    check_output(output, request.file)
-    file = open_score_file(request.file)
-    checkpoint = _reward_model(request)
+    output = output or default_output(file)
+    check_output(output, file)
+    source = open_score_file(file)
+    from tasks.tracking.lineage import resolve_reference
+
+    tracker = open_tracker(tracking)
+    checkpoint = resolve_reference(tracker, reward_model, "reward_model", RewardModelCheckpoint)
     rendering = RenderingConfig.model_validate(checkpoint.manifest.config["rendering"])
     recorded = RuntimeConfig.model_validate(checkpoint.manifest.config["runtime"])
-    runtime = overridden(recorded, request.overrides)
+    runtime = overridden(recorded, overrides)
     try:
         check_budget(rendering, runtime, rows=1)
     except ValueError as error:
         raise ConfigError(
             str(error), "", "raise it with -o runtime.tokens_per_micro_batch=..."
-        ) from (error)
+        ) from error
     renderer = _renderer(checkpoint, rendering)
 
     from tasks.runtime.scoring import RewardScorer
@@ -133,20 +133,10 @@ def score_file(request: ScoreRequest) -> Scored:
     tally = ScoreTally()
     display = ProgressDisplay("score")
     try:
-        write_scored(output, file, _scored_rows(file, renderer, scorer, tally, display))
+        write_scored(output, source, _scored_rows(source, renderer, scorer, tally, display))
     finally:
         display.close()
-    return Scored(output, file.kind, checkpoint.path, tally)
-
-
-def _reward_model(request: ScoreRequest) -> RewardModelCheckpoint:
-    from tasks.tracking.lineage import resolve_reference
-    from tasks.tracking.mlflow import connect
-
-    workspace = Workspace.from_environment()
-    workspace.prepare()
-    tracker = connect(request.tracking, workspace)
-    return resolve_reference(tracker, request.reward_model, "reward_model", RewardModelCheckpoint)
+    return Scored(output, source.kind, checkpoint.path, tally)
 
 
 def _renderer(checkpoint: RewardModelCheckpoint, rendering: RenderingConfig) -> Renderer:
@@ -280,23 +270,20 @@ def print_scored(console: Console, scored: Scored) -> None:
     """Print counts, accuracy with its interval, by subset where there are subsets."""
     tally = scored.tally
 
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    say(f"{scored.output}: {tally.rows:,} rows, {tally.scored:,} scored.")
+    say(console, f"{scored.output}: {tally.rows:,} rows, {tally.scored:,} scored.")
     if tally.errors:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in tally.errors.most_common())
-        say(f"Without a score (null, the reason in {ERROR_FIELD}): {reasons}.")
+        say(console, f"Without a score (null, the reason in {ERROR_FIELD}): {reasons}.")
     if tally.shortened:
-        say(f"{tally.shortened:,} prompts lost their oldest turns to the length limit.")
+        say(console, f"{tally.shortened:,} prompts lost their oldest turns to the length limit.")
     if tally.truncated:
-        say(f"{tally.truncated:,} responses were cut at the length limit.")
+        say(console, f"{tally.truncated:,} responses were cut at the length limit.")
     overall, spread = tally.accuracy(), tally.score_spread()
     if overall is not None:
         console.print(_accuracy_table(overall, tally.subsets()))
     if spread is not None:
-        say(f"Score: mean {spread[0]:.3f}, standard deviation {spread[1]:.3f}.")
-    say("Scores are in standard deviations of the reward model's training scores.")
+        say(console, f"Score: mean {spread[0]:.3f}, standard deviation {spread[1]:.3f}.")
+    say(console, "Scores are in standard deviations of the reward model's training scores.")
 
 
 def _accuracy_table(overall: Accuracy, subsets: dict[str, Accuracy]) -> Table:
@@ -304,11 +291,7 @@ def _accuracy_table(overall: Accuracy, subsets: dict[str, Accuracy]) -> Table:
     table = Table("pairs", "n", "ties", "accuracy", "95 %", title=title, title_justify="left")
     for name, found in [*subsets.items(), ("all", overall)]:
         interval = f"{found.low:.3f} to {found.high:.3f}"
-        table.add_row(_plain(name), str(found.n), str(found.n_ties), f"{found.value:.3f}", interval)
+        table.add_row(plain(name), str(found.n), str(found.n_ties), f"{found.value:.3f}", interval)
     for section, value in rewardbench_sections(subsets).items():
         table.add_row(f"RewardBench: {section}", "", "", f"{value:.3f}", "")
     return table
-
-
-def _plain(name: str) -> str:
-    return name.replace("[", r"\[")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,9 +11,10 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Table
 
+from flows.cli.shared import plain, say
 from tasks.errors import DataError, MissingInputError
+from tasks.evaluate.judges import parse_rating
 from tasks.evaluate.judgments import (
-    JUDGMENT_FORM,
     AnnotationScore,
     Difference,
     ModelScore,
@@ -25,35 +26,14 @@ from tasks.evaluate.judgments import (
     latest_pairs,
     latest_scores,
     leaderboard,
-    parse_pair,
-    parse_rating,
-    parse_score,
+    read_judgments,
     score_annotations,
     summarize_pairs,
 )
-from tasks.evaluate.questions import read_objects, read_questions
+from tasks.evaluate.questions import read_questions
 
-_PAIR_FIELD: Final = "g1_winner"
-_FIX: Final = "give for instance model_judgment/gpt-4_single.jsonl"
 _SHOWN_IDS: Final = 5
 _WIDEST: Final = 400
-
-
-@dataclass(frozen=True)
-class JudgmentRequest:
-    """One invocation.
-
-    Args:
-        files: FastChat's single or pairwise judgments, or AlpacaEval's annotations, in any mixture.
-        questions: a ``question.jsonl``, for means by category.
-        baseline: model that all others are compared with on the same questions.
-        reparse: take ratings from the judge's text instead of the stored scores.
-    """
-
-    files: Sequence[Path]
-    questions: Path | None = None
-    baseline: str | None = None
-    reparse: bool = False
 
 
 @dataclass
@@ -84,8 +64,19 @@ class JudgmentScores:
         }
 
 
-def score_judgments(request: JudgmentRequest) -> JudgmentScores:
+def score_judgments(
+    files: Sequence[Path],
+    questions: Path | None = None,
+    baseline: str | None = None,
+    reparse: bool = False,
+) -> JudgmentScores:
     """Read all files and compute their scores.
+
+    Args:
+        files: FastChat's single or pairwise judgments, or AlpacaEval's annotations, in any mixture.
+        questions: a ``question.jsonl``, for means by category.
+        baseline: model that all others are compared with on the same questions.
+        reparse: take ratings from the judge's text instead of the stored scores.
 
     Raises:
         MissingInputError: a file that is not there.
@@ -94,40 +85,32 @@ def score_judgments(request: JudgmentRequest) -> JudgmentScores:
     scores: list[Score] = []
     pairs: list[PairJudgment] = []
     result = JudgmentScores()
-    for file in request.files:
+    for file in files:
         if not file.is_file():
             raise MissingInputError(
-                f"{file} is not a file", "judgments in FastChat's or AlpacaEval's format", _FIX
+                f"{file} is not a file",
+                "judgments in FastChat's or AlpacaEval's format",
+                "give for instance model_judgment/gpt-4_single.jsonl",
             )
         if is_annotations(file):
             result.annotations += score_annotations(file)
             continue
-        for where, row in read_objects(file, JUDGMENT_FORM):
-            _check_kind(where, row)
-            if _PAIR_FIELD in row:
-                pairs.append(parse_pair(where, row))
-            else:
-                scores.append(parse_score(where, row))
+        of_answers, of_pairs = read_judgments(file)
+        scores += of_answers
+        pairs += of_pairs
     result.differing = sum(_differs(score) for score in scores)
-    if request.reparse:
+    if reparse:
         scores = [_reparsed(score) for score in scores]
     kept, kept_pairs = latest_scores(scores), latest_pairs(pairs)
     result.replaced = len(scores) + len(pairs) - len(kept) - len(kept_pairs)
-    result.rows = leaderboard(kept, _categories(request.questions, kept))
-    if request.baseline is not None and kept:
-        result.differences = differences(kept, request.baseline)
+    result.rows = leaderboard(kept, _categories(questions, kept))
+    if baseline is not None and kept:
+        result.differences = differences(kept, baseline)
     models = sorted({name for j in kept_pairs for name in (j.model_1, j.model_2)})
-    if request.baseline is not None and not kept:
-        _check_baseline(request.baseline, models, result.annotations)
+    if baseline is not None and not kept:
+        _check_baseline(baseline, models, result.annotations)
     result.pairs = sorted((summarize_pairs(kept_pairs, name) for name in models), key=_pair_order)
     return result
-
-
-def _check_kind(where: str, row: Mapping[str, Any]) -> None:
-    """Refuse the files that lie beside judgments."""
-    for field_name, what in (("turns", "a question"), ("choices", "an answer")):
-        if field_name in row and "judge" not in row:
-            raise DataError(f"{where} is {what}", "a judgment of answers", _FIX)
 
 
 def _check_baseline(
@@ -211,7 +194,7 @@ def print_judgments(console: Console, found: JudgmentScores) -> None:
             "takes the text."
         )
     for note in notes:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
+        say(console, note)
 
 
 def _agreement_note(row: ModelScore) -> str:
@@ -237,26 +220,26 @@ def _score_table(rows: Sequence[ModelScore]) -> Table:
         turns = [_number(row.turns.get(turn), 6) for turn in (1, 2)]
         mean = _number(row.mean.value if row.mean else None, 6)
         judged = f"{row.valid}/{row.valid + row.failed}"
-        names = (_plain(row.model), _plain(row.judge))
+        names = (plain(row.model), plain(row.judge))
         table.add_row(*names, *turns, mean, interval, judged, f"{row.coverage:.2%}")
     return table
 
 
 def _category_table(rows: Sequence[ModelScore]) -> Table:
     categories = sorted({name for row in rows for name in row.categories})
-    table = _table("By category", ("model",), [_plain(name) for name in categories])
+    table = _table("By category", ("model",), [plain(name) for name in categories])
     for row in rows:
         values = [_number(row.categories.get(name), 2) for name in categories]
-        table.add_row(_plain(row.model), *values)
+        table.add_row(plain(row.model), *values)
     return table
 
 
 def _difference_table(rows: Sequence[Difference]) -> Table:
-    title = f"Against {_plain(rows[0].baseline)}, on the same questions"
+    title = f"Against {plain(rows[0].baseline)}, on the same questions"
     table = _table(title, ("model", "judge"), ("difference", "95 %", "n"))
     for row in rows:
         value, low, high = row.difference
-        names = (_plain(row.model), _plain(row.judge))
+        names = (plain(row.model), plain(row.judge))
         table.add_row(*names, f"{value:+.3f}", f"{low:+.2f} to {high:+.2f}", str(row.n))
     return table
 
@@ -265,11 +248,11 @@ def _pair_table(rows: Sequence[PairSummary]) -> Table:
     figures = ("win", "tie", "loss", "win rate", "ties half", "orders agree", "coverage")
     table = _table("Pairwise, both orders", ("model",), figures)
     for row in rows:
-        plain = _pair_json(row)
-        counts = [str(plain[name]) for name in ("wins", "ties", "losses")]
+        fields = _pair_json(row)
+        counts = [str(fields[name]) for name in ("wins", "ties", "losses")]
         names = ("win_rate", "win_rate_adjusted", "consistent")
-        rates = [_number(plain[name], 4) for name in names]
-        table.add_row(_plain(row.model), *counts, *rates, f"{row.coverage:.2%}")
+        rates = [_number(fields[name], 4) for name in names]
+        table.add_row(plain(row.model), *counts, *rates, f"{row.coverage:.2%}")
     return table
 
 
@@ -282,13 +265,9 @@ def _annotation_table(rows: Sequence[AnnotationScore]) -> Table:
             for value in (row.win_rate, row.standard_error)
         ]
         counts = [str(value) for value in (row.wins, row.draws, row.losses, row.failed)]
-        table.add_row(_plain(row.model), _plain(row.baseline), *rates, *counts)
+        table.add_row(plain(row.model), plain(row.baseline), *rates, *counts)
     return table
 
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
-
-
-def _plain(name: str) -> str:
-    return name.replace("[", r"\[")

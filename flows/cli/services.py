@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.shared import FAILURE, AsJson, Debug, Experiment, TrackingUri, reported, terminal
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.workspace import Workspace
 
 services_app = typer.Typer()
@@ -32,9 +32,9 @@ def up_command(
     the command may be repeated, for instance after a change of CONFIG or a crash.
     """
     with reported(debug):
-        from flows.services.up import UpRequest, print_services, up
+        from flows.services.up import print_services, up
 
-        services, deployments = up(UpRequest(config, prefect_port, mlflow_port))
+        services, deployments = up(config, prefect_port, mlflow_port)
         console = terminal()
         print_services(console, services)
         console.print(f"Deployments: {', '.join(deployments)}.", highlight=False, soft_wrap=True)

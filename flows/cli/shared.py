@@ -1,4 +1,4 @@
-"""Errors of a command: one message and an exit code."""
+"""What the commands share: options, errors as one message and an exit code, printing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
@@ -16,8 +16,12 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from tasks.config.messages import problems_of
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError, RewardError, RlhfError, TrainingError, sentence
 from tasks.workspace import HOME_VARIABLE, Workspace
+
+if TYPE_CHECKING:
+    from tasks.tracking.mlflow import Tracker
 
 FAILURE = 1
 _BAD_INPUT = 2
@@ -64,9 +68,7 @@ def _fail_unexpected(error: Exception, is_debug: bool) -> None:
 def _fail(message: str, code: int, is_debug: bool) -> None:
     if is_debug:
         traceback.print_exc()
-    Console(stderr=True).print(
-        f"Error: {message}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+    say(Console(stderr=True), f"Error: {message}", "red")
     raise typer.Exit(code)
 
 
@@ -78,6 +80,16 @@ TrackingUri = Annotated[
     str | None, typer.Option(help="MLflow address; default: the workspace's database.")
 ]
 Experiment = Annotated[str, typer.Option(help="MLflow experiment.")]
+
+
+def open_tracker(tracking: TrackingConfig) -> Tracker:
+    """Open the experiment from this workspace."""
+    # Not at the top: mlflow takes seconds to import, and every command imports this file.
+    from tasks.tracking.mlflow import connect
+
+    workspace = Workspace.from_environment()
+    workspace.prepare()
+    return connect(tracking, workspace)
 
 
 # Where a command prints.
@@ -92,3 +104,13 @@ def terminal() -> Console:
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         console.width = _WIDEST
     return console
+
+
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a text as it is: what models and people named is no markup, and no line is folded."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def plain(name: str) -> str:
+    """Return a name for a table's cell, where it is no markup."""
+    return name.replace("[", r"\[")

@@ -14,8 +14,9 @@ import yaml
 
 from flows.services.records import POOL, api_client, api_failure
 from tasks.config.loading import PACKAGED_CONFIGS, PROJECT_ROOT, find_config, load_config
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import ClusterError, MissingInputError
-from tasks.pipeline_config import STAGES, PipelineConfig, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
 DEPLOYMENTS = PROJECT_ROOT / "deployments" / "prefect.yaml"

@@ -12,15 +12,19 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from flows.services.records import HEARTBEAT_SECONDS, running_addresses
+from flows.services.records import (
+    HEARTBEAT_SECONDS,
+    HOST,
+    NO_TELEMETRY,
+    answers,
+    running_addresses,
+)
 from tasks.errors import ClusterError
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
@@ -31,7 +35,6 @@ from tasks.workspace import TRACKING_VARIABLE, Workspace
 # command first has to import the server's code. This one starts while other things are checked,
 # keeps its history in the workspace, and ends when its parent does.
 
-HOST = "127.0.0.1"
 _START_SECONDS = 120
 _STOP_SECONDS = 5
 _POLL_SECONDS = 0.1
@@ -112,11 +115,7 @@ class TemporaryServer:
 
 def is_healthy(api_url: str, timeout_seconds: float) -> bool:
     """Tell whether a Prefect server answers at ``api_url``."""
-    try:
-        with urllib.request.urlopen(f"{api_url.rstrip('/')}/health", timeout=timeout_seconds):
-            return True
-    except (urllib.error.URLError, OSError, ValueError):
-        return False
+    return answers(f"{api_url.rstrip('/')}/health", timeout_seconds)
 
 
 def _free_port() -> int:
@@ -168,11 +167,10 @@ def prepare_environment(workspace: Workspace, *, is_debug: bool) -> None:
     """Set what Prefect, MLflow and Ray read from the environment; values of the user stay."""
     defaults = {
         "PREFECT_HOME": str(workspace.prefect_home),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_LOGGING_LEVEL": "DEBUG" if is_debug else "INFO",
         # The log goes to the Prefect run; the terminal gets progress and one message on failure.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "DEBUG" if is_debug else "CRITICAL",
-        "DO_NOT_TRACK": "1",
+        **NO_TELEMETRY,
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         # The automation that notices dead runs waits for three of them.

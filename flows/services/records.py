@@ -300,6 +300,7 @@ WORKER_NAME = "rlhf-up"
 DEFAULT_PORTS = {PREFECT: 4200, MLFLOW: 5000}
 # A flow that sends no heartbeat three times is dead: deployments/automations.yaml.
 HEARTBEAT_SECONDS = 30
+NO_TELEMETRY = {"PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"}
 _PROBE_SECONDS = 3.0
 
 
@@ -320,8 +321,7 @@ def prefect_server(workspace: Workspace, port: int) -> Service:
         "PREFECT_HOME": str(workspace.prefect_home),
         "PREFECT_API_URL": f"{base_url(port)}/api",
         "PREFECT_UI_API_URL": f"{base_url(port)}/api",
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
+        **NO_TELEMETRY,
     }
     return _service(workspace, PREFECT, [*command, "--port", str(port)], environment, port)
 
@@ -366,11 +366,10 @@ def client_environment(workspace: Workspace, api_url: str, tracking_uri: str) ->
         "PREFECT_HOME": str(workspace.prefect_home),
         "PREFECT_API_URL": api_url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "DO_NOT_TRACK": "1",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         "RAY_USAGE_STATS_ENABLED": "0",
         "TOKENIZERS_PARALLELISM": "false",
+        **NO_TELEMETRY,
     }
 
 
@@ -398,8 +397,13 @@ def is_healthy(record: ServiceRecord, api_url: str) -> bool:
         since = max(record.started_at, prefect.started_at if prefect else 0.0)
         return _worker_is_online(api_url, since)
     path = "/api/health" if record.name == PREFECT else "/health"
+    return answers(base_url(record.port) + path, _PROBE_SECONDS)
+
+
+def answers(url: str, timeout_seconds: float) -> bool:
+    """Tell whether a server answers at an address."""
     try:
-        with urllib.request.urlopen(base_url(record.port) + path, timeout=_PROBE_SECONDS):
+        with urllib.request.urlopen(url, timeout=timeout_seconds):
             return True
     except (urllib.error.URLError, OSError, ValueError):
         return False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 import httpx
@@ -42,29 +41,14 @@ from flows.services.records import (
     worker,
 )
 from tasks.config.loading import find_config, load_config
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError, ConfigError, RlhfError, WorkspaceError
-from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 _START_SECONDS = 120.0
 _STOP_SECONDS = {WORKER: 45.0, MLFLOW: 15.0, PREFECT: 15.0}
 
 State = Literal["running", "not answering", "died", "unknown", "stopped"]
-
-
-@dataclass(frozen=True)
-class UpRequest:
-    """What to start.
-
-    Args:
-        config: what the deployments run by default.
-        prefect_port: None for the one that runs already, or 4200.
-        mlflow_port: None for the one that runs already, or 5000.
-    """
-
-    config: str = "demo"
-    prefect_port: int | None = None
-    mlflow_port: int | None = None
 
 
 class ServiceState(BaseModel):
@@ -83,8 +67,15 @@ class ServiceState(BaseModel):
     note: str = ""
 
 
-def up(request: UpRequest) -> tuple[list[ServiceState], list[str]]:
+def up(
+    config: str, prefect_port: int | None, mlflow_port: int | None
+) -> tuple[list[ServiceState], list[str]]:
     """Start what does not run yet, wait until all of it works, deploy.
+
+    Args:
+        config: what the deployments run by default.
+        prefect_port: None for the one that runs already, or 4200.
+        mlflow_port: None for the one that runs already, or 5000.
 
     Returns:
         The services, and the names of the deployments.
@@ -96,12 +87,13 @@ def up(request: UpRequest) -> tuple[list[ServiceState], list[str]]:
     """
     workspace = Workspace.from_environment()
     workspace.prepare()
-    tracking = load_config(find_config(request.config)).tracking
+    tracking = load_config(find_config(config)).tracking
+    wanted = {PREFECT: prefect_port, MLFLOW: mlflow_port}
     with _exclusive(workspace):
         started: list[str] = []
         try:
-            api_url = _start_all(workspace, request, tracking, started)
-            deployments = deploy(request.config, api_url, workspace)
+            api_url = _start_all(workspace, wanted, tracking, started)
+            deployments = deploy(config, api_url, workspace)
             _start_worker(workspace, api_url, tracking, started)
         except BaseException:
             _stop(workspace, started)
@@ -187,13 +179,16 @@ def _exclusive(workspace: Workspace) -> Iterator[None]:
 
 
 def _start_all(
-    workspace: Workspace, request: UpRequest, tracking: TrackingConfig, started: list[str]
+    workspace: Workspace,
+    wanted: Mapping[str, int | None],
+    tracking: TrackingConfig,
+    started: list[str],
 ) -> str:
     """Start the servers; return the address of Prefect's API."""
-    ports = {PREFECT: _port(workspace, PREFECT, request.prefect_port)}
+    ports = {PREFECT: _port(workspace, PREFECT, wanted[PREFECT])}
     services = [prefect_server(workspace, ports[PREFECT])]
     if tracking.tracking_uri is None:
-        ports[MLFLOW] = _port(workspace, MLFLOW, request.mlflow_port)
+        ports[MLFLOW] = _port(workspace, MLFLOW, wanted[MLFLOW])
         if ports[MLFLOW] == ports[PREFECT]:
             raise ConfigError(
                 f"Port {ports[PREFECT]} is given to Prefect and to MLflow",

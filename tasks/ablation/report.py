@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from tasks.ablation.config import BASE, TEACHER, label_of
+from tasks.ablation.config import BASE, TEACHER, AblationConfig, label_of
 from tasks.algorithms.statistics import SeedMean, paired_difference, seed_mean, win_credit
 from tasks.errors import TrainingError
-from tasks.pipeline_config import AblationConfig
-from tasks.report.page import cell, table
+from tasks.report import plots
+from tasks.report.page import cell, join, table, with_error
 
 GOOD_RATE = "good_rate"
 WIN_RATE = "win_rate"
@@ -250,7 +249,6 @@ def _over_seeds(runs: Sequence[AblationRun]) -> dict[str, SeedMean]:
 JSON_NAME: Final = "ablation.json"
 _HEADLINES: Final = {GOOD_RATE: "good answers", WIN_RATE: "win rate"}
 _MARKERS: Final = "osD^v<>Ph*Xdp"
-_DPI: Final = 120
 
 
 def write_ablation(report: AblationReport, directory: Path) -> list[Path]:
@@ -270,47 +268,33 @@ def read_ablation(directory: Path) -> AblationReport:
 
 def result_rows(report: AblationReport) -> list[dict[str, str]]:
     """Return one row of text per method, and one for the base."""
-    first = report.methods[0].name
-    headline = _HEADLINES[report.headline]
+    n_seeds = len(report.config.seeds)
     rows = []
     for method in report.methods:
-        rows.append(
-            {
-                "method": method.name,
-                headline: shown(method.figures.get(report.headline)),
-                f"less {first}": shown(method.difference, "+.3f"),
-                **_share(report, method.figures),
-                **_beside(method.figures),
-                "seeds": f"{_seeds(method)} of {len(report.config.seeds)}",
-                "chosen setting": _chosen(method),
-            }
-        )
-    seeds = {"seeds": str(len(report.config.seeds)), "chosen setting": ""}
+        seeds = f"{sum(run.failure is None for run in method.runs)} of {n_seeds}"
+        row = _result_row(report, method.name, method.figures, method.difference)
+        rows.append(row | {"seeds": seeds, "chosen setting": _chosen(method)})
     references = {BASE: report.base} | ({TEACHER: report.teacher} if report.teacher else {})
-    return rows + [
-        {"method": name, headline: shown(figures.get(report.headline)), f"less {first}": ""}
-        | _share(report, {})
-        | _beside(figures)
-        | seeds
-        for name, figures in references.items()
-    ]
+    for name, figures in references.items():
+        row = _result_row(report, name, figures, None)
+        rows.append(row | {"seeds": str(n_seeds), "chosen setting": ""})
+    return rows
 
 
-def _share(report: AblationReport, figures: dict[str, SeedMean]) -> dict[str, str]:
-    """Return the column that only students have."""
-    return {"of the teacher's": shown(figures.get(SHARE))} if report.teacher else {}
-
-
-def _beside(figures: dict[str, SeedMean]) -> dict[str, str]:
+def _result_row(
+    report: AblationReport, name: str, figures: dict[str, SeedMean], difference: SeedMean | None
+) -> dict[str, str]:
+    # A column that only students have.
+    share = {"of the teacher's": shown(figures.get(SHARE))} if report.teacher else {}
     return {
+        "method": name,
+        _HEADLINES[report.headline]: shown(figures.get(report.headline)),
+        f"less {report.methods[0].name}": shown(difference, "+.3f"),
+        **share,
         "KL per token": shown(figures.get(KL)),
         "entropy": shown(figures.get(ENTROPY)),
         "tokens": shown(figures.get(LENGTH), ".1f"),
     }
-
-
-def _seeds(method: MethodResult) -> int:
-    return sum(run.failure is None for run in method.runs)
 
 
 def _chosen(method: MethodResult) -> str:
@@ -324,41 +308,39 @@ def _chosen(method: MethodResult) -> str:
 
 def shown(figure: SeedMean | None, form: str = ".3f") -> str:
     """Return mean and standard error as text."""
-    if figure is None:
-        return ""
-    error = figure.standard_error
-    return f"{figure.mean:{form}}" + ("" if error is None else f" +- {error:{form.lstrip('+')}}")
+    return "" if figure is None else with_error(figure.mean, figure.standard_error, form, "+-")
 
 
 def render_page(report: AblationReport) -> str:
     """Return the comparison as Markdown."""
     cfg = report.config
     rows = result_rows(report)
-    parts = [
-        f"# {cell(report.name)}",
-        f"Measured: {report.judge}, sampled at temperature 1, mean and standard error over seeds "
-        f"{_list(cfg.seeds)}, at most {cfg.test_prompts} test prompts a seed. The difference is "
-        "taken within each seed. The KL is that to the base, in nats.",
-        table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows]),
-        "## Tuning",
-        f"{cfg.n_settings} settings a method on seeds {_list(cfg.tuning_seeds)}, at most "
-        f"{cfg.tuning_prompts} validation prompts a seed; the best mean is chosen.",
-        _tuning_table(report),
-    ]
     failures = [run for method in report.methods for run in method.failures]
-    if failures:
-        parts += ["## Runs without a policy", *(f"- {_failure(run)}" for run in failures)]
-    methods = [f"- {cell(m.name)}: {cell(label_of(m.overrides))}" for m in report.methods]
-    return "\n\n".join([*parts, "## Methods", "\n".join(methods)]) + "\n"
+    return join(
+        [
+            f"# {cell(report.name)}",
+            f"Measured: {report.judge}, sampled at temperature 1, mean and standard error over "
+            f"seeds {_list(cfg.seeds)}, at most {cfg.test_prompts} test prompts a seed. The "
+            "difference is taken within each seed. The KL is that to the base, in nats.",
+            table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows]),
+            "## Tuning",
+            f"{cfg.n_settings} settings a method on seeds {_list(cfg.tuning_seeds)}, at most "
+            f"{cfg.tuning_prompts} validation prompts a seed; the best mean is chosen.",
+            _tuning_table(report),
+            "## Runs without a policy" if failures else "",
+            *(
+                f"- {run.method}, setting {run.setting + 1}, seed {run.seed} ({run.split}): "
+                + cell(run.failure or "")
+                for run in failures
+            ),
+            "## Methods",
+            "\n".join(f"- {cell(m.name)}: {cell(label_of(m.overrides))}" for m in report.methods),
+        ]
+    )
 
 
 def _list(seeds: tuple[int, ...]) -> str:
     return ", ".join(map(str, seeds))
-
-
-def _failure(run: AblationRun) -> str:
-    where = f"{run.method}, setting {run.setting + 1}, seed {run.seed} ({run.split})"
-    return f"{where}: {cell(run.failure or '')}"
 
 
 def _tuning_table(report: AblationReport) -> str:
@@ -378,7 +360,7 @@ def _tuning_table(report: AblationReport) -> str:
 def draw_plot(report: AblationReport, path: Path) -> None:
     """Draw the headline against the KL: means over test seeds with their standard errors, and
     small each setting of the tuning."""
-    figure = Figure(figsize=(10, 6))
+    figure = plots.new_figure(10, 6, left=0.08, right=0.78, top=0.93, bottom=0.1)
     axes = figure.subplots()
     for index, method in enumerate(report.methods):
         style: dict[str, Any] = {
@@ -392,16 +374,14 @@ def draw_plot(report: AblationReport, path: Path) -> None:
     base_style = {"color": "black", "marker": "x"}
     _draw_figures(axes, report.base, report.headline, BASE, base_style)
     _draw_figures(axes, report.teacher, report.headline, TEACHER, base_style | {"marker": "*"})
-    axes.set_xlabel("KL from the base, nats per token")
-    axes.set_ylabel(report.judge)
+    axes.set(xlabel="KL from the base, nats per token", ylabel=report.judge)
     axes.set_title("Large: test prompts. Small: settings on validation prompts.", fontsize=10)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), fontsize=8)
-    figure.subplots_adjust(left=0.08, right=0.78, top=0.93, bottom=0.1)
-    figure.savefig(path, dpi=_DPI)
+    plots.save(figure, path)
 
 
 def _draw_figures(
-    axes: Any, figures: dict[str, SeedMean], headline: str, label: str, style: dict[str, Any]
+    axes: plots.Axes, figures: dict[str, SeedMean], headline: str, label: str, style: dict[str, Any]
 ) -> None:
     if headline not in figures:
         return

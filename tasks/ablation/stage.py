@@ -25,12 +25,12 @@ from tasks.artifacts import (
     StudentAdapter,
     write_whole,
 )
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.hh import Pair
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.demo.oracle import good_rate
 from tasks.errors import DataError
-from tasks.pipeline_config import DistillConfig, GenerationConfig, OfflinePPOConfig
 from tasks.runtime.generation import Reply, Speaker
 from tasks.runtime.rows import ACTOR, REFERENCE, RoleSpec, Row, mask_of, one_pair_per_prompt, pad
 from tasks.runtime.scoring import RewardScorer
@@ -40,7 +40,6 @@ from tasks.runtime.session import Session, open_session
 _VERSION = 1
 _BATCH_SIZE = 512
 
-Compared = OfflinePPOConfig | DistillConfig
 Trained = PolicyCheckpoint | StudentAdapter
 
 
@@ -86,7 +85,8 @@ class Measured:
 @task(name="measure-policy", cache_policy=NO_CACHE)
 def measure_policy(
     directory: Path,
-    cfg: Compared,
+    rendering: RenderingConfig,
+    runtime: RuntimeConfig,
     upstream: Upstream,
     policy: Trained,
     asked: Asked,
@@ -100,26 +100,28 @@ def measure_policy(
         RendererMismatchError: models that were trained with other limits or templates.
         RewardError: the reward model gives an answer a score that is not finite.
     """
-    key = _key(cfg, upstream, policy, asked)
+    key = _key(rendering, upstream, policy, asked)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
     path = directory / f"{digest[:32]}.json"
     stored = _read(path)
     if stored is not None:
         return Measured(stored, path, is_new=False)
-    found = _measure(cfg, upstream, policy, asked)
+    found = _measure(rendering, runtime, upstream, policy, asked)
     content = {"of": key, "measurement": found.model_dump()}
     directory.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(content, indent=2, allow_nan=False))
     return Measured(found, path, is_new=True)
 
 
-def _key(cfg: Compared, upstream: Upstream, policy: Trained, asked: Asked) -> dict[str, Any]:
+def _key(
+    rendering: RenderingConfig, upstream: Upstream, policy: Trained, asked: Asked
+) -> dict[str, Any]:
     """Return all that decides a measurement."""
     artifacts = {"policy": policy, **vars(upstream)}
     return {
         "version": _VERSION,
         "asked": asdict(asked),
-        "rendering": cfg.rendering.model_dump(),
+        "rendering": rendering.model_dump(),
         # By content: a policy that was trained anew need not have the same weights.
         "artifacts": {name: artifact.content_hash for name, artifact in artifacts.items()},
     }
@@ -136,16 +138,22 @@ def _read(path: Path) -> Measurement | None:
         return None
 
 
-def _measure(cfg: Compared, upstream: Upstream, policy: Trained, asked: Asked) -> Measurement:
-    renderer = _one_renderer(cfg, upstream, policy)
+def _measure(
+    rendering: RenderingConfig,
+    runtime: RuntimeConfig,
+    upstream: Upstream,
+    policy: Trained,
+    asked: Asked,
+) -> Measurement:
+    renderer = _one_renderer(rendering, upstream, policy)
     pairs = one_pair_per_prompt(read_pairs(upstream.preferences, asked.split), asked.prompts)
     if not pairs:
         raise DataError(
             f"The {asked.split} split has no prompts", "at least one", "raise its share in `ingest`"
         )
-    replies = _replies(cfg, renderer, policy, pairs, asked)
+    replies = _replies(runtime, renderer, policy, pairs, asked)
     rows = [reply.row for reply in replies]
-    session = open_session(cfg.runtime)
+    session = open_session(runtime)
     now, ref = _logprobs(session, policy, upstream.base, rows)
     mask = mask_of(rows)
     kl = kl_probe_estimate(now, ref, mask)
@@ -164,8 +172,8 @@ def _measure(cfg: Compared, upstream: Upstream, policy: Trained, asked: Asked) -
     )
 
 
-def _one_renderer(cfg: Compared, upstream: Upstream, policy: Trained) -> Renderer:
-    renderer = Renderer.load(upstream.base.model_dir, cfg.rendering)
+def _one_renderer(rendering: RenderingConfig, upstream: Upstream, policy: Trained) -> Renderer:
+    renderer = Renderer.load(upstream.base.model_dir, rendering)
     named = {"policy": policy, "base": upstream.base, "reward": upstream.reward_model}
     for name, artifact in named.items():
         if artifact.manifest.renderer_fingerprint is not None:
@@ -174,7 +182,7 @@ def _one_renderer(cfg: Compared, upstream: Upstream, policy: Trained) -> Rendere
 
 
 def _replies(
-    cfg: Compared,
+    runtime: RuntimeConfig,
     renderer: Renderer,
     policy: Trained,
     pairs: Sequence[Pair],
@@ -187,7 +195,7 @@ def _replies(
         max_new_tokens=asked.max_new_tokens,
         batch_size=_BATCH_SIZE,
     )
-    speaker = Speaker(policy.model_dir, renderer, cfg.runtime)
+    speaker = Speaker(policy.model_dir, renderer, runtime)
     return speaker.reply([pair.prompt for pair in pairs], sampling, asked.seed)
 
 

@@ -1,27 +1,15 @@
-"""Advantage estimates on real response tokens."""
+"""Advantage estimates on real response tokens, and baselines of rewards."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tasks.algorithms.masking import (
-    check_finite,
-    check_float,
-    check_in_range,
-    check_mask,
-    check_positive,
-    check_rank,
-    check_shape,
-    check_token_values,
-    masked_whiten,
-    sanitize,
-)
-from tasks.errors import ConfigError, DataError, TrainingError
+from tasks.algorithms.masking import masked_whiten, real_only
+from tasks.errors import DataError
 
 #
 # Baselines that lower the variance of rewards without a bias: none sees the reward that it meets.
@@ -33,20 +21,7 @@ from tasks.errors import ConfigError, DataError, TrainingError
 _RANK_TOLERANCE = 1e-10
 
 
-class Adjusted(NamedTuple):
-    """Hold rewards less their baseline.
-
-    Attributes:
-        rewards: ``(B,)`` fp32.
-        variance_removed: ``1 - Var(adjusted) / Var(raw)``; below 0 the baseline adds variance; 0
-            where the rewards do not vary.
-    """
-
-    rewards: Tensor
-    variance_removed: float
-
-
-def control_variate(rewards: Tensor, baseline: Tensor) -> Adjusted:
+def control_variate(rewards: Tensor, baseline: Tensor) -> tuple[Tensor, float]:
     """Subtract a baseline and say what share of the variance went with it.
 
     Args:
@@ -54,16 +29,16 @@ def control_variate(rewards: Tensor, baseline: Tensor) -> Adjusted:
         baseline: ``(B,)`` of `leave_one_out_baseline` or `fitted_baseline`, or any other that does
             not depend on the response's own reward.
 
-    Raises:
-        DataError: shapes that differ, or no response. TrainingError: a value that is not finite.
+    Returns:
+        the rest, ``(B,)`` fp32, and ``1 - Var(rest) / Var(rewards)``: below 0 the baseline adds
+        variance; 0 where the rewards do not vary.
     """
-    raw = _values("rewards", rewards)
-    check_shape("baseline", baseline, rewards.shape)
-    adjusted = raw - _values("baseline", baseline)
+    raw = rewards.double()
+    rest = raw - baseline.double()
     # Offsets from the first one: a constant then has a variance of exactly 0.
     total = float((raw - raw[0]).var(unbiased=False))
-    left = float((adjusted - adjusted[0]).var(unbiased=False))
-    return Adjusted(adjusted.float(), 1.0 - left / total if total > 0.0 else 0.0)
+    left = float((rest - rest[0]).var(unbiased=False))
+    return rest.float(), 1.0 - left / total if total > 0.0 else 0.0
 
 
 def leave_one_out_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
@@ -71,8 +46,8 @@ def leave_one_out_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
     ``b_i = mean_{j != i, same group}(r_j)``. A response that is alone with its prompt is compared
     with all other responses of the batch. With two responses of one prompt the rest is their
-    difference: where prompts hardly differ that is twice the variance, and
-    `Adjusted.variance_removed` says so.
+    difference: where prompts hardly differ that is twice the variance, and `control_variate` says
+    so.
 
     Args:
         rewards: ``(B,)``, B at least 2; group_ids: ``(B,)`` integers, equal = same prompt.
@@ -80,10 +55,8 @@ def leave_one_out_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Returns:
         ``(B,)`` fp64.
     """
-    values = _values("rewards", rewards)
-    if values.numel() < 2:
-        raise DataError("one response", "at least 2 to leave one out", "raise the batch size")
-    unique, index = _group_index(group_ids, rewards)
+    values = rewards.double()
+    unique, index = torch.unique(group_ids, return_inverse=True)
     zeros = torch.zeros(unique.numel(), dtype=torch.float64, device=values.device)
     size = zeros.index_add(0, index, torch.ones_like(values))[index]
     others = zeros.index_add(0, index, values)[index] - values
@@ -102,29 +75,22 @@ def fitted_baseline(rewards: Tensor, features: Mapping[str, Tensor], group_ids: 
         rewards: ``(B,)``.
         features: by name, ``(B,)`` each: length, value, ... Whatever is made of rewards must leave
             the response's own out: for the prompt's mean take `leave_one_out_baseline`.
-        group_ids: ``(B,)`` integers, equal = same prompt; at least 2 prompts.
+        group_ids: ``(B,)`` integers, equal = same prompt.
 
     Returns:
         ``(B,)`` fp64.
 
     Raises:
-        ConfigError: no feature.
-        DataError: one group, or features of a half that do not determine the coefficients: too few
+        DataError: one prompt, or features of a half that do not determine the coefficients: too few
         responses, a constant feature, or one that follows from the others.
     """
-    if not features:
-        raise ConfigError("a fitted baseline without features", "at least one", "name a feature")
-    values = _values("rewards", rewards)
-    unique, index = _group_index(group_ids, rewards)
+    values = rewards.double()
+    unique, index = torch.unique(group_ids, return_inverse=True)
     if unique.numel() < 2:
         raise DataError(
             "the responses of one prompt", "at least 2 prompts to fit across", "raise batch_prompts"
         )
-    columns = []
-    for name, feature in features.items():
-        check_shape(f"feature {name}", feature, rewards.shape)
-        columns.append(_values(f"feature {name}", feature))
-    design = torch.stack(columns, dim=1)
+    design = torch.stack([feature.double() for feature in features.values()], dim=1)
     first = index % 2 == 0
     baseline = torch.empty_like(values)
     for half in (first, ~first):
@@ -155,25 +121,6 @@ def _predict(design: Tensor, targets: Tensor, new: Tensor, names: list[str]) -> 
     return prediction
 
 
-def _values(name: str, values: Tensor) -> Tensor:
-    check_rank(name, values, 1)
-    check_float(name, values)
-    check_finite(name, values)
-    if not values.numel():
-        raise DataError(f"{name} of no response", "at least one response", "look at the filters")
-    return values.detach().double()
-
-
-def _group_index(group_ids: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    check_shape("group_ids", group_ids, rewards.shape)
-    if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
-        raise DataError(
-            f"group_ids has dtype {group_ids.dtype}", "integers", "pass group_ids.long()"
-        )
-    unique, index = torch.unique(group_ids, return_inverse=True)
-    return unique, index
-
-
 # Statistics by group: all responses of one prompt, of any number and in any order.
 
 
@@ -195,21 +142,8 @@ def group_statistics(scores: Tensor, group_ids: Tensor) -> GroupStats:
     """Compare each score with its group, in fp32.
 
     Args:
-        scores: ``(B,)``.
-        group_ids: ``(B,)`` integers; equal ids = one group.
-
-    Raises:
-        DataError: wrong shapes or ids that are not integers.
-        TrainingError: a score that is not finite.
+        scores: ``(B,)``; group_ids: ``(B,)`` integers, equal = one group.
     """
-    check_rank("scores", scores, 1)
-    check_float("scores", scores)
-    check_shape("group_ids", group_ids, scores.shape)
-    if group_ids.is_floating_point() or group_ids.dtype == torch.bool:
-        raise DataError(
-            f"group_ids has dtype {group_ids.dtype}", "integers", "pass group_ids.long()"
-        )
-    check_finite("scores", scores)
     unique, index = torch.unique(group_ids, return_inverse=True)
     values = scores.detach().float()
     zeros = torch.zeros(unique.shape[0], device=values.device)
@@ -225,91 +159,10 @@ def group_statistics(scores: Tensor, group_ids: Tensor) -> GroupStats:
     return GroupStats(centred, std[index], size[index])
 
 
-def generalized_advantage_estimate(
-    token_rewards: Tensor,
-    values: Tensor,
-    response_mask: Tensor,
-    *,
-    gamma: float,
-    gae_lambda: float,
-    bootstrap_values: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Estimate advantages and returns by GAE (Schulman et al. 2016).
-
-    ``delta_t = r_t + gamma * V_{t+1} - V_t`` and ``A_t = delta_t + gamma * lambda * A_{t+1}``,
-    where t + 1 is the next REAL token: each row equals GAE on its unpadded tokens. Returns are
-    ``A_t + V_t``.
-
-    Args:
-        token_rewards: ``(B, T)`` reward of each token.
-        values: ``(B, T)`` value of the state BEFORE each token, see
-            `logprobs.take_response_states`.
-        response_mask: ``(B, T)`` bool, True = a real response token.
-        gamma, gae_lambda: from 0 to 1, per token.
-        bootstrap_values: ``(B,)`` value of the state after the last real token: 0 for a response
-            that ended, the critic's value for one cut off by the length limit. None = all ended.
-
-    Returns:
-        advantages and returns, ``(B, T)`` fp32 without a gradient, 0 under the mask.
-
-    Raises:
-        DataError: shapes that differ. ConfigError: gamma or lambda out of range.
-        TrainingError: a real reward or value that is not finite.
-    """
-    check_token_values(response_mask, token_rewards=token_rewards, values=values)
-    check_in_range("gamma", gamma, 0.0, 1.0)
-    check_in_range("gae_lambda", gae_lambda, 0.0, 1.0)
-    check_finite("token_rewards", token_rewards, response_mask)
-    check_finite("values", values, response_mask)
-    rewards = sanitize(token_rewards.detach(), response_mask)
-    state_values = sanitize(values.detach(), response_mask)
-    next_value = _bootstrap(bootstrap_values, response_mask)
-    next_advantage = torch.zeros_like(next_value)
-    advantages = torch.zeros_like(rewards)
-    for step in reversed(range(rewards.shape[1])):
-        real, value = response_mask[:, step], state_values[:, step]
-        delta = rewards[:, step] + gamma * next_value - value
-        advantage = delta + gamma * gae_lambda * next_advantage
-        next_value = torch.where(real, value, next_value)
-        next_advantage = torch.where(real, advantage, next_advantage)
-        advantages[:, step] = torch.where(real, advantage, 0.0)
-    return advantages, advantages + state_values
-
-
-def _bootstrap(bootstrap_values: Tensor | None, mask: Tensor) -> Tensor:
-    if bootstrap_values is None:
-        return torch.zeros(mask.shape[0], device=mask.device)
-    check_shape("bootstrap_values", bootstrap_values, mask.shape[:1])
-    check_float("bootstrap_values", bootstrap_values)
-    check_finite("bootstrap_values", bootstrap_values)
-    return bootstrap_values.detach().float()
-
-
-def adaptive_gae_lambda(variance_ratio: float) -> float:
-    """Return ``0.95 + 0.03 * (1 - variance_ratio)``, from 0.95 to 0.98.
-
-    Args:
-        variance_ratio: variance of the critic's errors over variance of the returns (1 - explained
-            variance); clamped to 0 to 1 first.
-
-    Raises:
-        TrainingError: the ratio is NaN.
-    """
-    if math.isnan(variance_ratio):
-        raise TrainingError(
-            "the variance ratio is NaN",
-            "a number from 0 to 1",
-            "check the critic's values and returns",
-        )
-    return 0.95 + 0.03 * (1.0 - min(max(variance_ratio, 0.0), 1.0))
-
-
-def grpo_advantages(
-    scores: Tensor, group_ids: Tensor, *, normalize_std: bool = True, eps: float = 1e-6
-) -> Tensor:
+def grpo_advantages(scores: Tensor, group_ids: Tensor, *, normalize_std: bool) -> Tensor:
     """Compare each response with its prompt's other responses (GRPO, Shao et al. 2024).
 
-    ``A_i = (s_i - mean(group)) / (std(group) + eps)``, std over n - 1; without ``normalize_std``
+    ``A_i = (s_i - mean(group)) / (std(group) + 1e-6)``, std over n - 1; without ``normalize_std``
     the numerator only.
 
     Args:
@@ -318,9 +171,8 @@ def grpo_advantages(
     Returns:
         ``(B,)`` fp32. A group of one, or of equal scores, tells nothing and gets exactly 0.
     """
-    check_positive("eps", eps)
     stats = group_statistics(scores, group_ids)
-    return stats.centred / (stats.std + eps) if normalize_std else stats.centred
+    return stats.centred / (stats.std + 1e-6) if normalize_std else stats.centred
 
 
 def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
@@ -338,27 +190,82 @@ def rloo_advantages(scores: Tensor, group_ids: Tensor) -> Tensor:
     return stats.centred * stats.size / (stats.size - 1).clamp(min=1)
 
 
-def reinforce_pp_advantages(
-    token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0
+# Estimates token by token.
+
+
+def generalized_advantage_estimate(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    gae_lambda: float,
+    bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
+    """Estimate advantages and returns by GAE (Schulman et al. 2016).
+
+    ``delta_t = r_t + gamma * V_{t+1} - V_t`` and ``A_t = delta_t + gamma * lambda * A_{t+1}``,
+    where t + 1 is the next REAL token: each row equals GAE on its unpadded tokens. Returns are
+    ``A_t + V_t``.
+
+    Args:
+        rewards: ``(B, T)`` of each token.
+        values: ``(B, T)`` of the state BEFORE each token.
+        mask: ``(B, T)`` bool, True = a real response token.
+        gamma, gae_lambda: from 0 to 1, per token.
+        bootstrap_values: ``(B,)`` value of the state after the last real token: 0 for a response
+            that ended, the critic's value for one that was cut off. None = all ended.
+
+    Returns:
+        advantages and returns, ``(B, T)`` fp32 without a gradient, 0 under the mask.
+    """
+    rewards, values = real_only(rewards.detach(), mask), real_only(values.detach(), mask)
+    next_value = torch.zeros(len(mask), device=mask.device)
+    if bootstrap_values is not None:
+        assert bootstrap_values.shape == next_value.shape
+        next_value = bootstrap_values.detach().float()
+    next_advantage = torch.zeros_like(next_value)
+    backwards = []
+    for reward, value, real in zip(
+        *(reversed(x.unbind(dim=1)) for x in (rewards, values, mask)), strict=True
+    ):
+        delta = reward + gamma * next_value - value
+        advantage = delta + gamma * gae_lambda * next_advantage
+        next_value = torch.where(real, value, next_value)
+        next_advantage = torch.where(real, advantage, next_advantage)
+        backwards.append(next_advantage)
+    advantages = real_only(torch.stack(backwards[::-1], dim=1), mask)
+    return advantages, advantages + values
+
+
+def adaptive_gae_lambda(variance_ratio: float) -> float:
+    """Return ``0.95 + 0.03 * (1 - variance_ratio)``, from 0.95 to 0.98.
+
+    Args:
+        variance_ratio: variance of the critic's errors over variance of the returns (1 - explained
+            variance); clamped to 0 to 1 first.
+    """
+    return 0.95 + 0.03 * (1.0 - min(max(variance_ratio, 0.0), 1.0))
+
+
+def reinforce_pp_advantages(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """Whiten discounted returns over the whole batch (REINFORCE++, Hu 2025).
 
     ``G_t = r_t + gamma * G_{t+1}`` over real tokens, then mean 0 and variance 1 over all real
     tokens of the batch.
 
     Args:
-        token_rewards: ``(B, T)`` of the WHOLE batch, from `rewards.token_level_rewards`.
-        response_mask: ``(B, T)`` bool, True = a real response token.
+        rewards: ``(B, T)`` of each token of the WHOLE batch.
+        mask: ``(B, T)`` bool, True = a real response token.
 
     Returns:
-        advantages (whitened) and returns, ``(B, T)``, 0 under the mask.
+        ``(B, T)`` fp32, 0 under the mask.
     """
-    zeros = torch.zeros_like(token_rewards)
     # With values of 0 and lambda 1, GAE is the discounted return.
     returns, _ = generalized_advantage_estimate(
-        token_rewards, zeros, response_mask, gamma=gamma, gae_lambda=1.0
+        rewards, torch.zeros_like(rewards), mask, gamma=gamma, gae_lambda=1.0
     )
-    return masked_whiten(returns, response_mask), returns
+    return masked_whiten(returns, mask)
 
 
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
@@ -372,32 +279,9 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
     Returns:
         a scalar; 0 where the returns do not vary, since nothing can be explained.
-
-    Raises:
-        DataError: no real token. TrainingError: a real value or return that is not finite.
     """
-    check_token_values(mask, values=values, returns=returns)
-    check_finite("values", values, mask)
-    check_finite("returns", returns, mask)
-    if not bool(mask.any()):
-        raise DataError("the mask has no real token", "at least one True", "drop empty responses")
     kept_returns = returns.detach()[mask].float()
     errors = kept_returns - values.detach()[mask].float()
     # Offsets from the first token: a constant then has a variance of exactly 0.
     total = (kept_returns - kept_returns[:1]).var(unbiased=False)
     return torch.where(total > 0, 1.0 - errors.var(unbiased=False) / total, 0.0)
-
-
-def broadcast_to_tokens(scores: Tensor, mask: Tensor) -> Tensor:
-    """Give every real token its sequence's score.
-
-    Args:
-        scores: ``(B,)``; mask: ``(B, T)`` bool, True = a real response token.
-
-    Returns:
-        ``(B, T)`` fp32, 0 under the mask.
-    """
-    check_rank("scores", scores, 1)
-    check_mask(mask, mask.shape)
-    check_shape("scores", scores, mask.shape[:1])
-    return sanitize(scores.unsqueeze(1).expand(mask.shape), mask)

@@ -1,71 +1,47 @@
-"""Divergences between teacher and student, and their mix with the hard labels.
+"""Divergences between teacher and student, their mix with the hard labels, and soft labels.
 
-Every divergence works on logits ``(..., V)``: padded ``(B, T, V)`` or flattened ``(N, V)``, so a
-caller may cut a long batch into chunks of tokens and never hold all logits. A mask ``(...)`` is
-bool, True = a real token; other positions give 0 without a gradient. Teacher tensors are constants.
+Every divergence works on logits ``(..., V)`` of real tokens only, so a caller may cut a long batch
+into chunks of tokens and never hold all logits. It is in nats per token, at the temperature tau on
+both sides, without the factor tau^2. Teacher tensors are constants. A NaN makes the loss NaN, which
+ends the step.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tasks.algorithms.logprobs import log_softmax
-from tasks.algorithms.masking import (
-    check_choice,
-    check_count,
-    check_finite,
-    check_in_range,
-    check_mask,
-    check_positive,
-    check_shape,
-    masked_sum,
-    sanitize,
-)
-from tasks.errors import DataError
 
 Direction = Literal["forward", "reverse"]
+# A forbidden token has the logit -inf; the floor leaves its probability at 0 and its products
+# finite.
 LOGPROB_FLOOR = -1e4
+# The tail mass cannot be known below fp32 resolution; the floor keeps its logarithm and its
+# gradient finite.
+TAIL_FLOOR = 1e-7
 
 
 def full_kl(
-    teacher_logits: Tensor,
-    student_logits: Tensor,
-    *,
-    tau: float,
-    direction: Direction = "forward",
-    mask: Tensor | None = None,
+    teacher_logits: Tensor, student_logits: Tensor, *, tau: float, direction: Direction
 ) -> Tensor:
-    """Compute the KL over the whole vocabulary, both sides at tau, without the factor tau^2.
+    """Compute the KL over the whole vocabulary.
 
     Args:
         teacher_logits, student_logits: ``(..., V)``.
         direction: forward = KL(teacher || student) = ``sum p_T log(p_T / p_S)``, reverse =
             KL(student || teacher).
-        mask: ``(...)`` bool, True = a real token.
 
     Returns:
-        ``(...)`` in nats per token.
-
-    Raises:
-        DataError: shapes that differ. TrainingError: a real position that is not finite.
+        ``(...)``.
     """
-    check_choice("direction", direction, get_args(Direction))
-    teacher, student, real = _both_logprobs(teacher_logits, student_logits, tau, mask)
-    return finish("full_kl", directed_kl(teacher, student, direction), real)
+    return _directed_kl(*_both_logprobs(teacher_logits, student_logits, tau), direction)
 
 
-def jsd(
-    teacher_logits: Tensor,
-    student_logits: Tensor,
-    *,
-    beta: float,
-    tau: float = 1.0,
-    mask: Tensor | None = None,
-) -> Tensor:
+def jsd(teacher_logits: Tensor, student_logits: Tensor, *, beta: float, tau: float) -> Tensor:
     """Compute the generalised Jensen-Shannon divergence as defined by Agarwal et al. 2024.
 
     ``beta KL(T || M) + (1 - beta) KL(S || M)`` with ``M = beta T + (1 - beta) S``. The formula is
@@ -75,17 +51,11 @@ def jsd(
     Args:
         teacher_logits, student_logits: ``(..., V)``; beta: from 0 to 1, the teacher's share of the
             mixture.
-        mask: ``(...)`` bool, True = a real token.
 
     Returns:
-        ``(...)`` in nats per token.
-
-    Raises:
-        ConfigError: beta out of range. DataError: shapes that differ. TrainingError: not finite.
+        ``(...)``.
     """
-    check_in_range("beta", beta, 0.0, 1.0)
-    teacher, student, real = _both_logprobs(teacher_logits, student_logits, tau, mask)
-    return finish("jsd", mixture_divergence(teacher, student, beta), real)
+    return _mixture_divergence(*_both_logprobs(teacher_logits, student_logits, tau), beta)
 
 
 def soft_hard_tokens(
@@ -102,105 +72,61 @@ def soft_hard_tokens(
     shrinks by 1 / tau^2.
 
     Args:
-        token_kl: ``(B, T)`` or ``(N,)`` divergence at tau, WITHOUT tau^2.
-        token_nll: same shape, ``-log p_student(label)`` at temperature 1.
+        token_kl: ``(N,)`` divergence at tau, WITHOUT tau^2.
+        token_nll: ``(N,)``, ``-log p_student(label)`` at temperature 1.
         alpha: share of the soft loss, from 0 to 1.
-        weights: same shape, of the token's response, mean 1 over the data; None = 1.
+        weights: ``(N,)`` of the token's response, mean 1 over the data; None = 1.
 
     Returns:
-        same shape.
-
-    Raises:
-        ConfigError: alpha or tau out of range. DataError: shapes that differ.
+        ``(N,)``.
     """
-    check_in_range("alpha", alpha, 0.0, 1.0)
-    check_positive("tau", tau)
-    check_shape("token_nll", token_nll, token_kl.shape)
     mixed = alpha * tau**2 * token_kl + (1.0 - alpha) * token_nll
-    if weights is None:
-        return mixed
-    check_shape("weights", weights, token_kl.shape)
-    return weights * mixed
+    return mixed if weights is None else weights * mixed
 
 
 def soft_hard_mean(
-    token_loss: Tensor,
-    token_kl: Tensor,
-    token_nll: Tensor,
-    mask: Tensor,
-    *,
-    tau: float,
-    total_tokens: float,
+    token_loss: Tensor, token_kl: Tensor, token_nll: Tensor, *, tau: float, total_tokens: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Average what `soft_hard_tokens` gives over the tokens of the whole step.
 
     Args:
-        token_loss, token_kl, token_nll: ``(B, T)`` or ``(N,)``, see there.
-        mask: same shape, bool, True = a real response token: neither prompt nor padding.
+        token_loss, token_kl, token_nll: ``(N,)``, see there; of real response tokens only.
         total_tokens: real tokens over all micro-batches and ranks of the step.
 
     Returns:
         ``sum(token_loss) / total_tokens``, and ``soft_sum`` (with tau^2), ``kl_sum`` (without),
         ``hard_sum``, ``n_tokens``, none of them weighted.
-
-    Raises:
-        DataError: shapes that differ or no token. TrainingError: a real position that is not
-        finite.
     """
-    check_count("total_tokens", total_tokens)
-    check_mask(mask, token_loss.shape)
-    for name, values in (("token_kl", token_kl), ("token_nll", token_nll)):
-        check_shape(name, values, token_loss.shape)
-        check_finite(name, values, mask)
-    kl_sum = masked_sum(token_kl, mask).detach()
-    metrics = {
+    kl_sum = token_kl.detach().float().sum()
+    return token_loss.float().sum() / total_tokens, {
         "soft_sum": tau**2 * kl_sum,
         "kl_sum": kl_sum,
-        "hard_sum": masked_sum(token_nll, mask).detach(),
-        "n_tokens": mask.sum().float(),
+        "hard_sum": token_nll.detach().float().sum(),
+        "n_tokens": torch.tensor(float(len(token_loss)), device=token_loss.device),
     }
-    return masked_sum(token_loss, mask) / total_tokens, metrics
 
 
-def mixture_divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
+def _mixture_divergence(teacher: Tensor, student: Tensor, beta: float) -> Tensor:
     """Return `jsd` of log-probabilities ``(..., V)``."""
     if beta in (0.0, 1.0):
-        return directed_kl(teacher, student, "forward" if beta == 0.0 else "reverse")
+        return _directed_kl(teacher, student, "forward" if beta == 0.0 else "reverse")
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    value = beta * directed_kl(teacher, mixture, "forward")
-    return value + (1.0 - beta) * directed_kl(student, mixture, "forward")
+    value = beta * _directed_kl(teacher, mixture, "forward")
+    return value + (1.0 - beta) * _directed_kl(student, mixture, "forward")
 
 
-def directed_kl(teacher: Tensor, student: Tensor, direction: Direction) -> Tensor:
+def _directed_kl(teacher: Tensor, student: Tensor, direction: Direction) -> Tensor:
     """Return the KL of log-probabilities ``(..., V)``, shape ``(...)``."""
     first, second = (teacher, student) if direction == "forward" else (student, teacher)
     return (first.exp() * (first - second)).sum(dim=-1)
 
 
 def _both_logprobs(
-    teacher_logits: Tensor, student_logits: Tensor, tau: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    check_shape("student_logits", student_logits, teacher_logits.shape)
-    real = real_positions(student_logits, mask)
-    teacher = log_softmax(teacher_logits.detach(), temperature=tau, mask=real)
-    student = log_softmax(student_logits, temperature=tau, mask=real)
-    # A forbidden token has the logit -inf; the floor leaves its probability at 0 and its products
-    # finite.
-    return teacher.clamp(min=LOGPROB_FLOOR), student.clamp(min=LOGPROB_FLOOR), real
-
-
-def real_positions(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the mask of logits ``(..., V)``; without one, all positions are real."""
-    if mask is None:
-        return torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
-    check_mask(mask, logits.shape[:-1])
-    return mask
-
-
-def finish(name: str, values: Tensor, mask: Tensor) -> Tensor:
-    """Return a divergence that is finite at real positions and 0 elsewhere."""
-    check_finite(name, values, mask)
-    return sanitize(values, mask)
+    teacher_logits: Tensor, student_logits: Tensor, tau: float
+) -> tuple[Tensor, Tensor]:
+    assert student_logits.shape == teacher_logits.shape
+    teacher = log_softmax(teacher_logits.detach(), tau).clamp(min=LOGPROB_FLOOR)
+    return teacher, log_softmax(student_logits, tau).clamp(min=LOGPROB_FLOOR)
 
 
 # How far a teacher and a reward model agree about responses.
@@ -221,11 +147,10 @@ def agreement_weights(teacher_margin: Tensor, rewards: Tensor) -> Tensor:
     Returns:
         ``(N,)`` fp32.
     """
-    check_shape("rewards", rewards, teacher_margin.shape)
+    assert rewards.shape == teacher_margin.shape
     own = torch.isnan(teacher_margin)
-    stored = teacher_margin[~own]
     likes = torch.ones_like(rewards, dtype=torch.float64)
-    likes[~own] = _standardised(stored.double()).sigmoid()
+    likes[~own] = _standardised(teacher_margin[~own].double()).sigmoid()
     pays = _standardised(rewards.double()).sigmoid()
     weights = likes * pays + (1.0 - likes) * (1.0 - pays)
     return (weights / weights.mean()).float()
@@ -236,19 +161,12 @@ def _standardised(values: Tensor) -> Tensor:
     return (values - values.mean()) / spread if float(spread) > 0.0 else torch.zeros_like(values)
 
 
-#
 # Soft labels that do not hold the whole vocabulary: a teacher's k best tokens with a tail, or k
 # tokens that it drew.
-#
-# Shapes and masks are those of `distillation_losses`; teacher tensors are constants.
-
-# The tail mass cannot be known below fp32 resolution; the floor keeps its logarithm and its
-# gradient finite.
-TAIL_FLOOR = 1e-7
 
 
 class TopK(NamedTuple):
-    """Hold a teacher's most probable tokens; the tail is implied: ``1 - sum exp(logprobs)``.
+    """Hold some of a teacher's tokens; the tail of its best is implied: ``1 - sum exp(logprobs)``.
 
     Attributes:
         ids: ``(..., K)`` long.
@@ -268,19 +186,26 @@ def topk_with_tail(teacher_logits: Tensor, *, k: int, tau: float) -> TopK:
         teacher_logits: ``(..., V)``, cut to the tokenizer's size.
         k: from 1 to V.
         tau: temperature, above 0; the same for the student.
-
-    Raises:
-        DataError: k outside 1 to V.
     """
-    if not 1 <= k <= teacher_logits.shape[-1]:
-        raise DataError(
-            f"k is {k} with a vocabulary of {teacher_logits.shape[-1]}",
-            "k from 1 to the vocabulary size",
-            "lower the number of stored teacher tokens",
-        )
-    logprobs = log_softmax(teacher_logits.detach(), temperature=tau)
-    values, ids = logprobs.topk(k, dim=-1)
+    values, ids = log_softmax(teacher_logits.detach(), tau).topk(k, dim=-1)
     return TopK(ids, values.clamp(min=LOGPROB_FLOOR))
+
+
+def draw_tokens(teacher_logits: Tensor, *, k: int, tau: float, generator: torch.Generator) -> TopK:
+    """Draw k tokens with replacement from ``softmax(teacher_logits / tau)``.
+
+    Args:
+        teacher_logits: ``(N, V)``, cut to the tokenizer's size.
+        k: at least 1.
+        tau: temperature, above 0; the same for the student.
+        generator: of the device of the logits.
+
+    Returns:
+        ids and log-probabilities ``(N, K)``.
+    """
+    logprobs = log_softmax(teacher_logits.detach(), tau)
+    ids = torch.multinomial(logprobs.exp(), k, replacement=True, generator=generator)
+    return TopK(ids, logprobs.gather(-1, ids))
 
 
 def tail_logprob(logprobs: Tensor) -> Tensor:
@@ -300,155 +225,85 @@ def tail_logprob(logprobs: Tensor) -> Tensor:
 
 
 def topk_tail_kl(
-    teacher_topk_logprobs: Tensor,
-    teacher_topk_ids: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_ids: Tensor,
     student_logits: Tensor,
     *,
     tau: float,
-    direction: Direction = "forward",
-    mask: Tensor | None = None,
+    direction: Direction,
 ) -> Tensor:
     """Compute the KL over the teacher's k tokens and one bucket for all the others.
 
-    A lower bound of the full KL, and equal to it where K = V (then there is no bucket). Without
-    the factor tau^2.
+    A lower bound of the full KL, and equal to it where K = V (then there is no bucket).
 
     Args:
-        teacher_topk_logprobs: ``(..., K)`` at the same tau, see `topk_with_tail`.
-        teacher_topk_ids: ``(..., K)`` long, distinct, from 0 to V - 1.
+        teacher_logprobs: ``(..., K)`` at the same tau, see `topk_with_tail`.
+        teacher_ids: ``(..., K)`` long, distinct, from 0 to V - 1.
         student_logits: ``(..., V)`` with gradient.
         tau: temperature, above 0.
-        direction: forward = KL(teacher || student), reverse = KL(student || teacher).
-        mask: ``(...)`` bool, True = a real token.
+        direction: see `full_kl`.
 
     Returns:
-        ``(...)`` in nats per token.
-
-    Raises:
-        DataError: shapes that differ, or an id outside the student's vocabulary.
-        TrainingError: a real position that is not finite.
+        ``(...)``.
     """
-    check_choice("direction", direction, get_args(Direction))
-    top = TopK(teacher_topk_ids, teacher_topk_logprobs)
-    teacher, student, real = _buckets(top, student_logits, tau, mask)
-    return finish("topk_tail_kl", directed_kl(teacher, student, direction), real)
+    teacher, student = _buckets(teacher_logprobs, teacher_ids, student_logits, tau)
+    return _directed_kl(teacher, student, direction)
 
 
 def topk_tail_jsd(
-    teacher_topk_logprobs: Tensor,
-    teacher_topk_ids: Tensor,
+    teacher_logprobs: Tensor,
+    teacher_ids: Tensor,
     student_logits: Tensor,
     *,
     beta: float,
     tau: float,
-    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute the divergence of `jsd` over the teacher's k tokens and one bucket for the others.
 
-    A lower bound of `jsd`, and equal to it where K = V; tensors, result and errors as in
-    `topk_tail_kl`.
-
-    Args:
-        beta: from 0 to 1, the teacher's share of the mixture; at 0 and 1 the KLs of `jsd`.
-
-    Raises:
-        ConfigError: beta out of range.
+    A lower bound of `jsd`, and equal to it where K = V; tensors as in `topk_tail_kl`.
     """
-    check_in_range("beta", beta, 0.0, 1.0)
-    top = TopK(teacher_topk_ids, teacher_topk_logprobs)
-    teacher, student, real = _buckets(top, student_logits, tau, mask)
-    return finish("topk_tail_jsd", mixture_divergence(teacher, student, beta), real)
+    teacher, student = _buckets(teacher_logprobs, teacher_ids, student_logits, tau)
+    return _mixture_divergence(teacher, student, beta)
 
 
 def sampled_kl(
-    drawn_logprobs: Tensor,
-    drawn_ids: Tensor,
-    student_logits: Tensor,
-    *,
-    tau: float,
-    mask: Tensor | None = None,
+    drawn_logprobs: Tensor, drawn_ids: Tensor, student_logits: Tensor, *, tau: float
 ) -> Tensor:
     """Estimate KL(teacher || student) from k tokens that the teacher drew, each with weight 1 / k.
 
     ``mean_j (log p_T(x_j) - log p_S(x_j))`` with ``x_j ~ p_T``: unbiased in value and in gradient,
-    so a single position may give less than 0. Without the factor tau^2.
+    so a single position may give less than 0.
 
     Args:
         drawn_logprobs: ``(..., K)`` of the teacher at the same tau, see `draw_tokens`.
         drawn_ids: ``(..., K)`` long, with repetitions, from 0 to V - 1.
         student_logits: ``(..., V)`` with gradient.
         tau: temperature, above 0.
-        mask: ``(...)`` bool, True = a real token.
 
     Returns:
-        ``(...)`` in nats per token.
-
-    Raises:
-        DataError: shapes that differ, or an id outside the student's vocabulary.
-        TrainingError: a real position that is not finite.
+        ``(...)``.
     """
-    top = TopK(drawn_ids, drawn_logprobs)
-    teacher, student, real = _at_teacher_ids(top, student_logits, tau, mask)
-    return finish("sampled_kl", (teacher - student).mean(dim=-1), real)
-
-
-def draw_tokens(
-    teacher_logits: Tensor, *, k: int, tau: float, generator: torch.Generator | None = None
-) -> TopK:
-    """Draw k tokens with replacement from ``softmax(teacher_logits / tau)``.
-
-    Args:
-        teacher_logits: ``(N, V)``, cut to the tokenizer's size.
-        k: at least 1.
-        tau: temperature, above 0; the same for the student.
-        generator: of the device of the logits.
-
-    Returns:
-        ids and log-probabilities ``(N, K)``.
-    """
-    check_count("k", k)
-    logprobs = log_softmax(teacher_logits.detach(), temperature=tau)
-    ids = torch.multinomial(logprobs.exp(), k, replacement=True, generator=generator)
-    return TopK(ids, logprobs.gather(-1, ids))
+    student = _student_logprobs(student_logits, drawn_ids, tau)
+    return (drawn_logprobs.float() - student).mean(dim=-1)
 
 
 def _buckets(
-    top: TopK, student_logits: Tensor, tau: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    teacher_logprobs: Tensor, teacher_ids: Tensor, student_logits: Tensor, tau: float
+) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of the teacher's tokens and of the tail, ``(..., K + 1)``, of
     teacher and student; no tail where K = V."""
-    teacher, student, real = _at_teacher_ids(top, student_logits, tau, mask)
-    if top.ids.shape[-1] < student_logits.shape[-1]:
+    teacher = teacher_logprobs.float()
+    student = _student_logprobs(student_logits, teacher_ids, tau)
+    if teacher_ids.shape[-1] < student_logits.shape[-1]:
         teacher = torch.cat([teacher, tail_logprob(teacher).unsqueeze(-1)], dim=-1)
         student = torch.cat([student, tail_logprob(student).unsqueeze(-1)], dim=-1)
-    return teacher, student, real
+    return teacher, student
 
 
-def _at_teacher_ids(
-    top: TopK, student_logits: Tensor, tau: float, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of teacher and student at the teacher's ids, ``(..., K)``, and
-    the real positions."""
-    check_positive("tau", tau)
-    check_shape("teacher_ids", top.ids, top.logprobs.shape)
-    vocabulary = student_logits.shape[-1]
-    check_shape("student_logits", student_logits, (*top.ids.shape[:-1], vocabulary))
-    real = real_positions(student_logits, mask)
-    kept = real.unsqueeze(-1).expand(top.ids.shape)
-    ids = torch.where(kept, top.ids, 0)
-    if ids.numel() and not bool(((ids >= 0) & (ids < vocabulary)).all()):
-        raise DataError(
-            f"teacher token ids from {int(ids.min())} to {int(ids.max())}",
-            f"ids from 0 to {vocabulary - 1}, the student's vocabulary",
-            "use teacher and student with the same tokenizer",
-        )
-    check_finite("teacher_logprobs", top.logprobs, kept)
-    # A harmless uniform teacher stands in at positions that do not count.
-    teacher = sanitize(top.logprobs.detach(), kept, fill=-math.log(vocabulary))
+def _student_logprobs(student_logits: Tensor, ids: Tensor, tau: float) -> Tensor:
+    """Return the student's log-probabilities at the teacher's ids, ``(..., K)``."""
     logits = student_logits.float()
-    if mask is not None:
-        logits = torch.where(mask.unsqueeze(-1), logits, torch.zeros((), device=logits.device))
     scaled = logits / tau if tau != 1.0 else logits
     # Only k of V log-probabilities are needed: the normaliser alone costs one pass over all.
-    student = scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
-    return teacher, student.clamp(min=LOGPROB_FLOOR), real
+    picked = scaled.gather(-1, ids) - scaled.logsumexp(dim=-1, keepdim=True)
+    return picked.clamp(min=LOGPROB_FLOOR)

@@ -1,4 +1,4 @@
-"""A rule engine over training metrics that says when to go back, slow down or stop.
+"""Guards: rules over training metrics that say when to go back, slow down or stop.
 
 The engine keeps what it has seen in step with the run, not with the weights: after a rollback it
 remembers the cool-downs, the best values and the number of rollbacks, because an engine that
@@ -11,267 +11,33 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from difflib import get_close_matches
-from typing import Any, ClassVar, Final, Literal, NoReturn, TypeVar, get_args
+from typing import Any, Final, Literal, NamedTuple
 
 from tasks.errors import ConfigError, DataError, TrainingError
 
-# What a guard may ask the training loop to do, and how several wishes become one.
-
-RollbackTarget = Literal["good", "best", "start"]
-# From the most to the least trusted, once the judge of the others is in doubt.
-_TARGETS_BY_TRUST: Final[tuple[RollbackTarget, ...]] = ("start", "best", "good")
-
-
-@dataclass(frozen=True)
-class Action:
-    """Base of what a rule may ask the training loop to do."""
-
-    kind: ClassVar[str]
-
-    def describe(self) -> str:
-        """Return what is done, for people."""
-        return self.kind.replace("_", " ")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-plain fields with the kind."""
-        return {"action": self.kind, **asdict(self)}
-
-
-@dataclass(frozen=True)
-class Rollback(Action):
-    """Restore weights and optimizers of an earlier point.
-
-    Attributes:
-        to: good = the newest checkpoint whose probe passed; best = the one with the best probe;
-            start = the policy that training began with, the only one that a reward under
-            suspicion had no say in.
-    """
-
-    to: RollbackTarget
-    kind: ClassVar[str] = "rollback"
-
-    def __post_init__(self) -> None:
-        targets = get_args(RollbackTarget)
-        require(self.to in targets, f"a rollback to {self.to!r}", f"one of {', '.join(targets)}")
-
-    def describe(self) -> str:
-        """Return what is done, for people."""
-        if self.to == "start":
-            return "roll back to the start"
-        return f"roll back to the {'last good' if self.to == 'good' else 'best'} checkpoint"
-
-
-@dataclass(frozen=True)
-class ScaleLearningRate(Action):
-    """Multiply the learning rate.
-
-    Attributes:
-        factor: above 0, below 1.
-        minimum: lowest share of the configured rate that is left, from 0 to 1.
-    """
-
-    factor: float
-    minimum: float = 0.0
-    kind: ClassVar[str] = "scale_learning_rate"
-
-    def __post_init__(self) -> None:
-        _check_shrinking("learning rate factor", self.factor)
-        require(
-            0.0 <= self.minimum <= 1.0,
-            f"minimum learning rate share is {self.minimum}",
-            "a share from 0 to 1",
-        )
-
-    def apply(self, share: float) -> float:
-        """Return the new share of the configured rate; never above the present one."""
-        return min(share, max(share * self.factor, self.minimum))
-
-    def describe(self) -> str:
-        """Return what is done, for people."""
-        return (
-            f"multiply the learning rate by {self.factor:g}, not below {self.minimum:g} of the "
-            "configured one"
-        )
-
-
-@dataclass(frozen=True)
-class GrowBatch(Action):
-    """Multiply the prompts of a step.
-
-    Attributes:
-        factor: above 1.
-        maximum: prompts, at least 1.
-    """
-
-    factor: float
-    maximum: int
-    kind: ClassVar[str] = "grow_batch"
-
-    def __post_init__(self) -> None:
-        require(1.0 < self.factor < math.inf, f"batch factor is {self.factor}", "a number above 1")
-        require(self.maximum >= 1, f"maximum batch is {self.maximum}", "at least 1 prompt")
-
-    def apply(self, prompts: int) -> int:
-        """Return the new number of prompts; never below the present one."""
-        return max(prompts, min(int(prompts * self.factor), self.maximum))
-
-    def describe(self) -> str:
-        """Return what is done, for people."""
-        return f"multiply the batch by {self.factor:g}, up to {self.maximum} prompts"
-
-
-@dataclass(frozen=True)
-class LowerTokenBudget(Action):
-    """Multiply the token budget of a micro-batch.
-
-    Attributes:
-        factor: above 0, below 1.
-        minimum: tokens, at least 1; what the longest row needs.
-    """
-
-    factor: float
-    minimum: int = 1
-    kind: ClassVar[str] = "lower_token_budget"
-
-    def __post_init__(self) -> None:
-        _check_shrinking("token budget factor", self.factor)
-        require(self.minimum >= 1, f"minimum token budget is {self.minimum}", "at least 1 token")
-
-    def apply(self, tokens: int) -> int:
-        """Return the new budget; never above the present one."""
-        return min(tokens, max(int(tokens * self.factor), self.minimum))
-
-    def describe(self) -> str:
-        """Return what is done, for people."""
-        return (
-            f"multiply tokens per micro-batch by {self.factor:g}, not below {self.minimum} tokens"
-        )
-
-
-@dataclass(frozen=True)
-class EnableGradientCheckpointing(Action):
-    """Recompute activations in the backward pass instead of keeping them."""
-
-    kind: ClassVar[str] = "enable_gradient_checkpointing"
-
-
-@dataclass(frozen=True)
-class Reanchor(Action):
-    """Take a new snapshot of the current policy as the proximal one."""
-
-    kind: ClassVar[str] = "reanchor"
-
-
-@dataclass(frozen=True)
-class ResetSampler(Action):
-    """Draw the data in a new order from here on."""
-
-    kind: ClassVar[str] = "reset_sampler"
-
-
-@dataclass(frozen=True)
-class Warn(Action):
-    """Report only."""
-
-    kind: ClassVar[str] = "warn"
-
-
-@dataclass(frozen=True)
-class Stop(Action):
-    """End the run.
-
-    Attributes:
-        reason: filled in when a rule fires.
-    """
-
-    reason: str = ""
-    kind: ClassVar[str] = "stop"
-
-    def describe(self) -> str:
-        """Return what is done, for people."""
-        return f"stop ({self.reason})" if self.reason else "stop"
-
-
-_A = TypeVar("_A", bound=Action)
-
-
-def merge_actions(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Merge what several rules ask for, whatever their order.
-
-    The result holds at most one action of each kind, to be carried out in this order: Rollback
-    (restores the optimizer, so it comes before the scale), ScaleLearningRate, GrowBatch,
-    LowerTokenBudget, EnableGradientCheckpointing, Reanchor, ResetSampler, Warn.
-
-    - Rollback: to start wins over best, best over good
-    - ScaleLearningRate: factors multiply, the highest minimum holds
-    - GrowBatch: the largest factor, the smallest maximum
-    - LowerTokenBudget: the smallest factor, the highest minimum
-    - Stop wins over everything but a rollback, which then says with which weights the run ends:
-      ``(Rollback, Stop)`` or ``(Stop,)``; reasons are joined
-    """
-    rollbacks = {action.to for action in _of(Rollback, actions)}
-    merged: list[Action] = []
-    merged += [Rollback(to) for to in _TARGETS_BY_TRUST if to in rollbacks][:1]
-    if stops := _of(Stop, actions):
-        reasons = sorted({action.reason for action in stops if action.reason})
-        return (*merged, Stop("; ".join(reasons)))
-    if scales := _of(ScaleLearningRate, actions):
-        # Sorted, because a product of floats depends on its order in the last bit.
-        factor = math.prod(sorted(action.factor for action in scales))
-        merged.append(ScaleLearningRate(factor, max(action.minimum for action in scales)))
-    if growths := _of(GrowBatch, actions):
-        largest = max(action.factor for action in growths)
-        merged.append(GrowBatch(largest, min(action.maximum for action in growths)))
-    if budgets := _of(LowerTokenBudget, actions):
-        smallest = min(action.factor for action in budgets)
-        merged.append(LowerTokenBudget(smallest, max(action.minimum for action in budgets)))
-    for kind in (EnableGradientCheckpointing, Reanchor, ResetSampler, Warn):
-        merged += _of(kind, actions)[:1]
-    return tuple(merged)
-
-
-def require(holds: bool, found: str, expected: str) -> None:
-    """Refuse a setting of a rule (ConfigError)."""
-    if not holds:
-        raise ConfigError(found, expected, "change it in the rule")
-
-
-def _of(kind: type[_A], actions: Sequence[Action]) -> list[_A]:
-    return [action for action in actions if isinstance(action, kind)]
-
-
-def _check_shrinking(name: str, factor: float) -> None:
-    require(0.0 < factor < 1.0, f"{name} is {factor}", "a number above 0 and below 1")
-
-
-# What a guard watches: conditions on metrics, their text form, and rules.
-
-Comparison = Literal[">", ">=", "<", "<="]
-Reading = Literal["value", "drop_from_best", "drop_from_start", "rise_from_start", "jump"]
-
+HISTORY_OBSERVATIONS: Final = 20
 MAX_WINDOW: Final = 1000
 GRAMMAR: Final = (
     "'READING COMPARISON NUMBER': a reading is metric, drop_from_best(metric), "
     "drop_from_start(metric), rise_from_start(metric) or jump(metric, window); a comparison is "
     "one of > >= < <="
 )
-_COMPARE: Final[dict[str, Callable[[float, float], bool]]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-}
-_TOKEN: Final = re.compile(
-    r"(?P<number>-?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)"
-    r"|(?P<name>[A-Za-z_][A-Za-z0-9_./]*)|(?P<comparison>[<>]=?)|(?P<mark>[(),])|(?P<other>\S)"
+_COMPARE: Final = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+_WHEN: Final = re.compile(
+    r"""\s*
+    (?: (?P<reading> drop_from_best | drop_from_start | rise_from_start | jump ) \s* \( \s* )?
+    (?P<metric> [A-Za-z_][A-Za-z0-9_./]* ) \s*
+    (?(reading) (?: , \s* (?P<window> [0-9]+ ) \s* )? \) ) \s*
+    (?P<comparison> [<>]=? ) \s*
+    (?P<threshold> -? (?: [0-9]+ \.? [0-9]* | \.[0-9]+ ) (?: [eE][+-]?[0-9]+ )? ) \s*""",
+    re.VERBOSE,
 )
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """A bound on how a metric is read.
 
     With ``x`` the value now, every reading from the observations that hold the metric:
@@ -282,63 +48,212 @@ class Condition:
     - rise_from_start: ``(x - x_1) / |x_1|``; +-infinity when ``x_1`` is 0 and ``x`` is not
     - jump: ``|x - m| / |m|`` with m the mean of the ``window`` observations before; none before
       there are that many; infinity when m is 0 and ``x`` is not
-
-    Attributes:
-        metric: name in the observed mapping.
-        comparison: of the reading with the threshold; true = out of bounds.
-        threshold: finite.
-        reading: how the metric is read.
-        window: observations, from 1 to 1000 for jump, else 0.
     """
 
     metric: str
-    comparison: Comparison
+    comparison: str
     threshold: float
-    reading: Reading = "value"
+    reading: str = "value"
     window: int = 0
-
-    def __post_init__(self) -> None:
-        for text, allowed in (
-            (self.comparison, get_args(Comparison)),
-            (self.reading, get_args(Reading)),
-        ):
-            require(text in allowed, f"{self.metric} with {text!r}", f"one of {', '.join(allowed)}")
-        require(
-            math.isfinite(self.threshold),
-            f"the threshold of {self.metric} is {self.threshold}",
-            "a finite number",
-        )
-        low, high = (1, MAX_WINDOW) if self.reading == "jump" else (0, 0)
-        require(
-            low <= self.window <= high,
-            f"{self.reading} of {self.metric} with a window of {self.window}",
-            f"a window from {low} to {high} observations",
-        )
 
     @property
     def read_as(self) -> str:
         """Return the text form of the left side, e.g. ``jump(entropy, 8)``."""
-        if self.reading == "value":
-            return self.metric
-        window = f", {self.window}" if self.reading == "jump" else ""
-        return f"{self.reading}({self.metric}{window})"
-
-    def holds(self, reading: float) -> bool:
-        """Return whether the reading is out of bounds; one that is not a number always is."""
-        return math.isnan(reading) or _COMPARE[self.comparison](reading, self.threshold)
+        window = f", {self.window}" if self.window else ""
+        return self.metric if self.reading == "value" else f"{self.reading}({self.metric}{window})"
 
     def __str__(self) -> str:
         return f"{self.read_as} {self.comparison} {self.threshold!r}"
 
 
+def parse_condition(text: str, *, rule: str) -> Condition:
+    """Parse ``kl_probe > 0.1`` or ``jump(entropy, 8) > 0.5``.
+
+    Raises:
+        ConfigError: naming the rule, the text and what is allowed.
+    """
+    match = _WHEN.fullmatch(text)
+    if match is not None:
+        metric, reading = match["metric"], match["reading"] or "value"
+        window, threshold = float(match["window"] or 0), float(match["threshold"])
+        fits = 1 <= window <= MAX_WINDOW if reading == "jump" else match["window"] is None
+        if fits and math.isfinite(threshold):
+            return Condition(metric, match["comparison"], threshold, reading, int(window))
+    raise ConfigError(
+        f"rule {rule!r} has when {text!r}",
+        f"{GRAMMAR}; a window has 1 to {MAX_WINDOW} observations; a number is finite",
+        "write a condition like kl_probe > 0.1",
+    )
+
+
+RollbackTarget = Literal["start", "best", "good"]
+# From the most to the least trusted, once the judge of the others is in doubt.
+_TARGETS: Final[dict[RollbackTarget, str]] = {
+    "start": "the start",
+    "best": "the best checkpoint",
+    "good": "the last good checkpoint",
+}
+
+
 @dataclass(frozen=True)
-class Rule:
+class Actions:
+    """What is asked of the training loop, in the order in which it is done: a rollback restores the
+    optimizer, so it comes before the scale of the learning rate. A scale of 1 asks for nothing.
+
+    Attributes:
+        rollback: whose weights and optimizers are restored. good = the newest checkpoint whose
+            probe passed; best = the one with the best probe; start = the policy that training
+            began with, the only one that a reward under suspicion had no say in.
+        learning_rate_scale: above 0, below 1.
+        min_learning_rate_share: lowest share of the configured rate that is left.
+        batch_scale: of the prompts of a step, above 1.
+        max_batch_prompts: prompts that a step grows to at most.
+        token_budget_scale: of tokens_per_micro_batch, above 0, below 1.
+        min_tokens_per_micro_batch: tokens that are left at least.
+        gradient_checkpointing: recompute activations instead of keeping them.
+        reanchor: take a new snapshot of the current policy as the proximal one.
+        reset_sampler: draw the data in a new order from here on.
+        warn: report only.
+        stop: end the run.
+        reason: of the stop; filled in when a rule fires.
+    """
+
+    rollback: RollbackTarget | None = None
+    learning_rate_scale: float = 1.0
+    min_learning_rate_share: float = 0.0
+    batch_scale: float = 1.0
+    max_batch_prompts: int = sys.maxsize
+    token_budget_scale: float = 1.0
+    min_tokens_per_micro_batch: int = 1
+    gradient_checkpointing: bool = False
+    reanchor: bool = False
+    reset_sampler: bool = False
+    warn: bool = False
+    stop: bool = False
+    reason: str = ""
+
+    @property
+    def doubt_policy(self) -> bool:
+        """Whether the weights of now are to go."""
+        return self.stop or self.rollback is not None
+
+    @property
+    def change_run(self) -> bool:
+        """Whether there is more to do than to report."""
+        return self != Actions(warn=self.warn)
+
+    @property
+    def change_memory(self) -> bool:
+        """Whether the workers have to be built anew."""
+        return self.gradient_checkpointing or self.token_budget_scale != 1.0
+
+    def lr_scale(self, share: float) -> float:
+        """Return the new share of the configured learning rate; never above the present one."""
+        return min(share, max(share * self.learning_rate_scale, self.min_learning_rate_share))
+
+    def batch_prompts(self, prompts: int) -> int:
+        """Return the new number of prompts; never below the present one."""
+        return max(prompts, min(int(prompts * self.batch_scale), self.max_batch_prompts))
+
+    def token_budget(self, tokens: int) -> int:
+        """Return the new tokens of a micro-batch; never above the present ones."""
+        scaled = int(tokens * self.token_budget_scale)
+        return min(tokens, max(scaled, self.min_tokens_per_micro_batch))
+
+    def __str__(self) -> str:
+        texts = [
+            (self.rollback, f"roll back to {_TARGETS[self.rollback or 'good']}"),
+            (
+                self.learning_rate_scale != 1.0,
+                f"multiply the learning rate by {self.learning_rate_scale:g}, not below "
+                f"{self.min_learning_rate_share:g} of the configured one",
+            ),
+            (
+                self.batch_scale != 1.0,
+                f"multiply the batch by {self.batch_scale:g}, up to {self.max_batch_prompts} "
+                "prompts",
+            ),
+            (
+                self.token_budget_scale != 1.0,
+                f"multiply tokens per micro-batch by {self.token_budget_scale:g}, not below "
+                f"{self.min_tokens_per_micro_batch} tokens",
+            ),
+            (self.gradient_checkpointing, "enable gradient checkpointing"),
+            (self.reanchor, "reanchor"),
+            (self.reset_sampler, "reset sampler"),
+            (self.warn, "warn"),
+            (self.stop, f"stop ({self.reason})" if self.reason else "stop"),
+        ]
+        return "; ".join(text for is_asked, text in texts if is_asked)
+
+
+def merge_actions(asked: Sequence[Actions]) -> Actions:
+    """Merge what several rules ask for, whatever their order.
+
+    - rollback: to start wins over best, best over good
+    - learning rate: scales multiply, the highest minimum holds
+    - batch: the largest scale, the smallest maximum
+    - token budget: the smallest scale, the highest minimum
+    - a stop wins over everything but a rollback, which then says with which weights the run ends;
+      reasons are joined
+    """
+    asked = [Actions(), *asked]
+    targets = [each.rollback for each in asked]
+    rollback = next((target for target in _TARGETS if target in targets), None)
+    if any(each.stop for each in asked):
+        reasons = sorted({each.reason for each in asked if each.reason})
+        return Actions(rollback, stop=True, reason="; ".join(reasons))
+    return Actions(
+        rollback,
+        # Sorted, because a product of floats depends on its order in the last bit.
+        learning_rate_scale=math.prod(sorted(each.learning_rate_scale for each in asked)),
+        min_learning_rate_share=max(each.min_learning_rate_share for each in asked),
+        batch_scale=max(each.batch_scale for each in asked),
+        max_batch_prompts=min(each.max_batch_prompts for each in asked),
+        token_budget_scale=min(each.token_budget_scale for each in asked),
+        min_tokens_per_micro_batch=max(each.min_tokens_per_micro_batch for each in asked),
+        gradient_checkpointing=any(each.gradient_checkpointing for each in asked),
+        reanchor=any(each.reanchor for each in asked),
+        reset_sampler=any(each.reset_sampler for each in asked),
+        warn=any(each.warn for each in asked),
+    )
+
+
+def after_out_of_memory(
+    tokens_per_micro_batch: int, gradient_checkpointing: bool, minimum_tokens: int, scale: float
+) -> Actions:
+    """Return what to change when memory ran out: smaller micro-batches down to the minimum, then
+    gradient checkpointing.
+
+    Args:
+        tokens_per_micro_batch: with which memory ran out.
+        gradient_checkpointing: whether it was on.
+        minimum_tokens: what the longest row needs.
+        scale: of the token budget at each step down, above 0 and below 1.
+
+    Raises:
+        TrainingError: nothing is left to change.
+    """
+    if tokens_per_micro_batch > minimum_tokens:
+        return Actions(token_budget_scale=scale, min_tokens_per_micro_batch=minimum_tokens)
+    if not gradient_checkpointing:
+        return Actions(gradient_checkpointing=True)
+    raise TrainingError(
+        f"memory ran out with {tokens_per_micro_batch} tokens per micro-batch and gradient "
+        "checkpointing",
+        f"room for one row of {minimum_tokens} tokens",
+        "lower rendering.max_prompt_tokens or max_response_tokens, set runtime.offload, use "
+        "more ranks or a smaller model",
+    )
+
+
+class Rule(NamedTuple):
     """When to do what.
 
     Attributes:
         name: unique among the rules of a run.
         condition: what is out of bounds.
-        actions: at least one.
+        actions: what is then done.
         cooldown_steps: after a firing at step s, the rule is silent before step
             ``s + cooldown_steps``; a value that is not finite ignores this.
         for_observations: consecutive observations out of bounds before it fires, at least 1; a
@@ -347,136 +262,9 @@ class Rule:
 
     name: str
     condition: Condition
-    actions: tuple[Action, ...]
+    actions: Actions
     cooldown_steps: int = 0
     for_observations: int = 1
-
-    def __post_init__(self) -> None:
-        require(
-            bool(self.name and self.actions),
-            f"rule {self.name!r} has {len(self.actions)} action(s)",
-            "a name and at least one action",
-        )
-        require(
-            self.cooldown_steps >= 0,
-            f"cooldown_steps of rule {self.name!r} is {self.cooldown_steps}",
-            "at least 0",
-        )
-        require(
-            self.for_observations >= 1,
-            f"for_observations of rule {self.name!r} is {self.for_observations}",
-            "at least 1",
-        )
-
-    @property
-    def doubts_policy(self) -> bool:
-        """Return whether it rolls back or stops, so that no checkpoint is good while it holds."""
-        return any(isinstance(action, Rollback | Stop) for action in self.actions)
-
-
-def parse_condition(
-    text: str, *, rule: str, known_metrics: Collection[str] | None = None
-) -> Condition:
-    """Parse ``kl_probe > 0.1`` or ``jump(entropy, 8) > 0.5``.
-
-    Args:
-        text: ``READING COMPARISON NUMBER``.
-        rule: name of the rule, for the message.
-        known_metrics: names that the training loop reports; None = any name.
-
-    Raises:
-        ConfigError: naming the rule, the text, the position, what is allowed and known metrics.
-    """
-    return _Parser(text, rule, known_metrics).condition()
-
-
-@dataclass(frozen=True)
-class _Token:
-    kind: str
-    text: str
-    position: int
-
-
-class _Parser:
-    def __init__(self, text: str, rule: str, known: Collection[str] | None) -> None:
-        self._text, self._rule, self._known = text, rule, known
-        self._tokens = [
-            _Token(str(match.lastgroup), match.group(), match.start() + 1)
-            for match in _TOKEN.finditer(text)
-        ]
-        self._tokens.append(_Token("end", "", len(text) + 1))
-        self._next = 0
-
-    def condition(self) -> Condition:
-        """Parse the whole text."""
-        reading, metric, window = self._reading()
-        comparison = self._take("comparison", "one of > >= < <=")
-        number = self._take("number", "a number")
-        if not math.isfinite(float(number.text)):
-            self._refuse(number, "a number that is finite in double precision")
-        self._take("end", "the end of the text")
-        return Condition(
-            metric,
-            comparison.text,  # type: ignore[arg-type]  # the token's pattern has only these
-            float(number.text),
-            reading,
-            window,
-        )
-
-    def _reading(self) -> tuple[Reading, str, int]:
-        first = self._take("name", "a metric or a reading of one")
-        if self._tokens[self._next].text != "(":
-            return "value", self._metric(first), 0
-        forms = [form for form in get_args(Reading) if form != "value"]
-        if first.text not in forms:
-            self._refuse(first, f"one of {', '.join(forms)} before '('")
-        reading: Reading = first.text  # type: ignore[assignment]  # checked above
-        self._next += 1
-        metric = self._metric(self._take("name", "the name of a metric"))
-        window = self._window() if reading == "jump" else 0
-        self._take_mark(")")
-        return reading, metric, window
-
-    def _window(self) -> int:
-        self._take_mark(",")
-        allowed = f"a window from 1 to {MAX_WINDOW} observations"
-        token = self._take("number", allowed)
-        size = float(token.text)
-        if not token.text.isdecimal() or not 1 <= size <= MAX_WINDOW:
-            self._refuse(token, allowed)
-        return int(size)
-
-    def _metric(self, token: _Token) -> str:
-        if self._known is not None and token.text not in self._known:
-            near = get_close_matches(token.text, self._known, n=1)
-            hint = f", perhaps {near[0]}" if near else ""
-            self._refuse(token, f"a metric that training reports{hint}")
-        return token.text
-
-    def _take_mark(self, mark: str) -> None:
-        if self._tokens[self._next].text != mark:
-            self._refuse(self._tokens[self._next], f"'{mark}'")
-        self._next += 1
-
-    def _take(self, kind: str, allowed: str) -> _Token:
-        token = self._tokens[self._next]
-        if token.kind != kind:
-            self._refuse(token, allowed)
-        self._next += 1
-        return token
-
-    def _refuse(self, token: _Token, allowed: str) -> NoReturn:
-        known = "" if self._known is None else f"; metrics: {', '.join(sorted(self._known))}"
-        shown = "nothing" if token.kind == "end" else repr(token.text)
-        raise ConfigError(
-            f"rule {self._rule!r}: when {self._text!r} has {shown} at position {token.position}",
-            allowed,
-            f"write {GRAMMAR}{known}",
-        )
-
-
-HISTORY_OBSERVATIONS: Final = 20
-_MESSAGE_OBSERVATIONS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -484,61 +272,45 @@ class Firing:
     """One rule that fired.
 
     Attributes:
-        step: of the observation.
-        rule: name of the rule.
-        condition: its text form.
-        metric: name of the watched metric.
+        step: optimizer steps done.
+        rule: its name.
+        condition: of the rule.
         value: of the metric.
-        reading: what was compared with the threshold, e.g. the drop; not a number where ``value``
-            is not finite.
-        threshold: of the condition.
-        actions: what the rule asks for; with Stop filled in where the run must end.
+        reading: what was compared with the threshold; NaN where ``value`` is not finite.
+        actions: what the rule asks for, with the reason where the run must end.
         history: the metric's last (step, value), oldest first, this one last.
     """
 
     step: int
     rule: str
-    condition: str
-    metric: str
+    condition: Condition
     value: float
     reading: float
-    threshold: float
-    actions: tuple[Action, ...]
+    actions: Actions
     history: tuple[tuple[int, float], ...]
 
     @property
     def message(self) -> str:
         """Return one sentence on what was seen and one on what is done."""
-        earlier = ", ".join(
-            f"{value:.4g}" for _, value in self.history[:-1][-_MESSAGE_OBSERVATIONS:]
-        )
-        seen = f"{self.metric} is {self.value:.4g}"
+        earlier = ", ".join(f"{value:.4g}" for _, value in self.history[-5:-1])
+        seen = f"{self.condition.metric} is {self.value:.4g}"
         if math.isfinite(self.value) and self.reading != self.value:
             seen += f", the reading {self.reading:.4g}"
         if earlier:
             seen += f"; before: {earlier}"
-        done = "; ".join(action.describe() for action in self.actions)
-        return f"Guard {self.rule} at step {self.step}: {self.condition} ({seen}). Action: {done}."
+        return (
+            f"Guard {self.rule} at step {self.step}: {self.condition} ({seen}). Action: "
+            f"{self.actions}."
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-plain fields; a number that is not finite becomes its text."""
+        """Return JSON-plain fields for the report; a number that is not finite becomes its text."""
         return {
             "step": self.step,
             "rule": self.rule,
-            "condition": self.condition,
-            "metric": self.metric,
-            "value": _plain(self.value),
-            "reading": _plain(self.reading),
-            "threshold": self.threshold,
-            "actions": [action.to_dict() for action in self.actions],
-            "history": [[step, _plain(value)] for step, value in self.history],
             "message": self.message,
+            "history": _plain_history(self.history),
         }
-
-
-def merged_actions(firings: Sequence[Firing]) -> tuple[Action, ...]:
-    """Return what all firings of one observation ask for, as `merge_actions` orders it."""
-    return merge_actions([action for firing in firings for action in firing.actions])
 
 
 @dataclass
@@ -557,8 +329,6 @@ class _Watch:
         first = self.first = value if self.first is None else self.first
         best = self.best = value if self.best is None else max(self.best, value)
         match condition.reading:
-            case "value":
-                return value
             case "drop_from_best":
                 return best - value
             case "drop_from_start":
@@ -566,54 +336,39 @@ class _Watch:
             case "rise_from_start":
                 return _relative(value - first, first)
             case "jump":
-                return self._jump(condition.window, value)
+                before, self.window = self.window, [*self.window, value][-condition.window :]
+                if len(before) < condition.window:
+                    return None
+                # Divided first, so that no sum of large values overflows.
+                mean = math.fsum(earlier / condition.window for earlier in before)
+                return abs(_relative(value - mean, mean))
+        return value
 
-    def _jump(self, window: int, value: float) -> float | None:
-        before, self.window = self.window, [*self.window, value][-window:]
-        if len(before) < window:
-            return None
-        # Divided first, so that no sum of large values overflows.
-        mean = math.fsum(earlier / window for earlier in before)
-        return abs(_relative(value - mean, mean))
 
-    def restart(self) -> None:
-        """Forget what the weights that are gone had begun; best and start stay."""
-        self.streak, self.holds, self.window = 0, False, []
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {**vars(self), "window": list(self.window)}
+def _relative(change: float, base: float) -> float:
+    """Return change / |base|, infinite where only the base is 0."""
+    if base == 0.0:
+        return 0.0 if change == 0.0 else math.copysign(math.inf, change)
+    return change / abs(base)
 
 
 class GuardEngine:
-    """Evaluate rules on every observation of a run."""
+    """Evaluates rules on every observation of a run.
+
+    Args:
+        rules: names are unique; their order decides nothing but the order of firings.
+        max_rollbacks: rollbacks of the whole run; the next one stops it.
+    """
 
     def __init__(self, rules: Sequence[Rule], *, max_rollbacks: int) -> None:
-        """Start with nothing seen.
-
-        Args:
-            rules: names are unique; their order decides nothing but the order of firings.
-            max_rollbacks: rollbacks of the whole run, at least 0; the next one stops it.
-
-        Raises:
-            ConfigError: a name that occurs twice, or a negative limit.
-        """
-        names = [rule.name for rule in rules]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        require(not twice, f"several rules are named {', '.join(twice)}", "unique names")
-        require(max_rollbacks >= 0, f"max_rollbacks is {max_rollbacks}", "at least 0")
         self.rules = tuple(rules)
         self.max_rollbacks = max_rollbacks
-        self._watches = {name: _Watch() for name in names}
+        # Rollbacks that were asked for, without one that ended the run.
+        self.n_rollbacks = 0
+        self._watches = {rule.name: _Watch() for rule in rules}
         self._histories: dict[str, list[tuple[int, float]]] = {}
         self._last_step: int | None = None
-        self._n_rollbacks = 0
         self._condemned = False
-
-    @property
-    def n_rollbacks(self) -> int:
-        """Return how many rollbacks were asked for, without one that ended the run."""
-        return self._n_rollbacks
 
     @property
     def passing(self) -> bool:
@@ -624,12 +379,12 @@ class GuardEngine:
         the observation that asks for a rollback or a stop until the next one, because it is about
         the weights that are to go.
         """
-        holding = (self._watches[rule.name].holds for rule in self.rules if rule.doubts_policy)
-        return not (self._condemned or any(holding))
+        doubts = (self._watches[r.name].holds for r in self.rules if r.actions.doubt_policy)
+        return not (self._condemned or any(doubts))
 
     @property
     def unobserved_metrics(self) -> tuple[str, ...]:
-        """Return metrics that rules watch and no observation held, sorted: rules that sleep."""
+        """Return metrics that rules watch and no observation held, sorted."""
         watched = {rule.condition.metric for rule in self.rules}
         return tuple(sorted(watched - set(self._histories)))
 
@@ -640,7 +395,7 @@ class GuardEngine:
         rule that watches it, at once and in spite of a cool-down, and enters no best, start or
         window. When a rollback is among the actions, the streaks and windows of all rules restart
         (best, start and cool-downs stay); when it would be one too many, the firing ends with
-        Stop, and the rollback before it leads to the best checkpoint (or the start, if asked).
+        a stop, and the rollback before it leads to the best checkpoint (or the start, if asked).
 
         Args:
             step: optimizer steps done. Several observations may share a step; a step below the
@@ -648,192 +403,96 @@ class GuardEngine:
             metrics: by name, any number of them.
 
         Returns:
-            firings in the order of the rules; `merged_actions` gives what to do.
+            firings in the order of the rules; `merge_actions` says what to do about all of them.
         """
-        self._advance(step)
-        for metric in {rule.condition.metric for rule in self.rules} & set(metrics):
+        if self._last_step is not None and step != self._last_step:
+            for watch in self._watches.values():
+                left = watch.cooldown_left_steps - max(1, step - self._last_step)
+                watch.cooldown_left_steps = max(0, left)
+        self._last_step = step
+        present = [rule for rule in self.rules if rule.condition.metric in metrics]
+        for metric in {rule.condition.metric: None for rule in present}:
             history = self._histories.setdefault(metric, [])
             history.append((step, float(metrics[metric])))
             del history[:-HISTORY_OBSERVATIONS]
-        present = [rule for rule in self.rules if rule.condition.metric in metrics]
-        firings = [self._evaluate(step, rule) for rule in present]
-        limited = self._limit_rollbacks([firing for firing in firings if firing is not None])
-        self._condemned = any(isinstance(a, Rollback | Stop) for f in limited for a in f.actions)
-        return limited
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return JSON-plain state from which `load_state_dict` goes on exactly."""
-        return {
-            "readings": {rule.name: rule.condition.read_as for rule in self.rules},
-            "watches": {name: watch.to_dict() for name, watch in self._watches.items()},
-            "histories": {
-                metric: [[step, _plain(value)] for step, value in history]
-                for metric, history in self._histories.items()
-            },
-            "last_step": self._last_step,
-            "n_rollbacks": self._n_rollbacks,
-            "condemned": self._condemned,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the state was taken. Thresholds and actions may differ, readings may not.
-
-        Raises:
-            DataError: a state of other rules, or a torn one. The engine is then left as it was.
-        """
-        own = self.state_dict()
-        if set(state) != set(own) or state["readings"] != own["readings"]:
-            raise DataError(
-                f"a guard state of {state.get('readings')}",
-                f"the rules and readings {own['readings']}",
-                "resume with the rules of the first run, or start anew",
-            )
-        try:
-            watches = {name: _watch_of(state["watches"][name]) for name in self._watches}
-            histories = {
-                metric: [(int(step), float(value)) for step, value in history]
-                for metric, history in state["histories"].items()
-            }
-            n_rollbacks, condemned = int(state["n_rollbacks"]), bool(state["condemned"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(
-                f"a torn guard state ({type(error).__name__}: {error})",
-                "what state_dict returned",
-                "start from an earlier checkpoint",
-            ) from error
-        self._watches, self._histories = watches, histories
-        self._last_step, self._n_rollbacks = state["last_step"], n_rollbacks
-        self._condemned = condemned
-
-    def _advance(self, step: int) -> None:
-        if self._last_step is not None and step != self._last_step:
-            passed = step - self._last_step if step > self._last_step else 1
-            for watch in self._watches.values():
-                watch.cooldown_left_steps = max(0, watch.cooldown_left_steps - passed)
-        self._last_step = step
+        firings = [firing for rule in present if (firing := self._evaluate(step, rule))]
+        firings = self._limit_rollbacks(firings)
+        self._condemned = any(firing.actions.doubt_policy for firing in firings)
+        return firings
 
     def _evaluate(self, step: int, rule: Rule) -> Firing | None:
         watch, condition = self._watches[rule.name], rule.condition
-        value = self._histories[condition.metric][-1][1]
-        reading = watch.read(condition, value) if math.isfinite(value) else math.nan
+        history = self._histories[condition.metric]
+        value = history[-1][1]
+        at_once = not math.isfinite(value)
+        reading = math.nan if at_once else watch.read(condition, value)
         if reading is None:
             return None
-        watch.holds = condition.holds(reading)
-        at_once = math.isnan(reading)
+        compare = _COMPARE[condition.comparison]
+        watch.holds = at_once or compare(reading, condition.threshold)
         if watch.cooldown_left_steps and not at_once:
             return None
         watch.streak = watch.streak + 1 if watch.holds else 0
         if watch.streak < rule.for_observations and not at_once:
             return None
         watch.streak, watch.cooldown_left_steps = 0, rule.cooldown_steps
-        reason = f"{rule.name}: {condition}, {condition.metric} is {value:.4g}"
-        return Firing(
-            step=step,
-            rule=rule.name,
-            condition=str(condition),
-            metric=condition.metric,
-            value=value,
-            reading=reading,
-            threshold=condition.threshold,
-            actions=tuple(Stop(reason) if isinstance(a, Stop) else a for a in rule.actions),
-            history=tuple(self._histories[condition.metric]),
-        )
+        actions = rule.actions
+        if actions.stop:
+            reason = f"{rule.name}: {condition}, {condition.metric} is {value:.4g}"
+            actions = replace(actions, reason=reason)
+        return Firing(step, rule.name, condition, value, reading, actions, tuple(history))
 
     def _limit_rollbacks(self, firings: list[Firing]) -> list[Firing]:
-        wanted = [action for firing in firings for action in firing.actions]
-        if not any(isinstance(action, Rollback) for action in wanted):
+        if not any(firing.actions.rollback for firing in firings):
             return firings
         for watch in self._watches.values():
-            watch.restart()
-        if any(isinstance(action, Stop) for action in wanted):
+            # What the weights that are gone had begun.
+            watch.streak, watch.holds, watch.window = 0, False, []
+        if any(firing.actions.stop for firing in firings):
             return firings
-        if self._n_rollbacks < self.max_rollbacks:
-            self._n_rollbacks += 1
+        if self.n_rollbacks < self.max_rollbacks:
+            self.n_rollbacks += 1
             return firings
-        return [self._last_of_run(firing) for firing in firings]
+        return [self._last_of_run(f) if f.actions.rollback else f for f in firings]
 
     def _last_of_run(self, firing: Firing) -> Firing:
-        targets = {action.to for action in firing.actions if isinstance(action, Rollback)}
-        if not targets:
-            return firing
-        stop = Stop(f"{firing.rule} asks for a rollback after {self.max_rollbacks} of them")
-        final = Rollback("start" if "start" in targets else "best")
-        return replace(firing, actions=(final, stop))
+        target: RollbackTarget = "start" if firing.actions.rollback == "start" else "best"
+        reason = f"{firing.rule} asks for a rollback after {self.max_rollbacks} of them"
+        return replace(firing, actions=Actions(target, stop=True, reason=reason))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return JSON-plain state from which `load_state_dict` goes on exactly."""
+        return {
+            "readings": {rule.name: rule.condition.read_as for rule in self.rules},
+            "watches": {name: asdict(watch) for name, watch in self._watches.items()},
+            "histories": {m: _plain_history(history) for m, history in self._histories.items()},
+            "last_step": self._last_step,
+            "n_rollbacks": self.n_rollbacks,
+            "condemned": self._condemned,
+        }
 
-@dataclass(frozen=True)
-class MemorySettings:
-    """What an out-of-memory error can change.
-
-    Attributes:
-        tokens_per_micro_batch: tokens of one micro-batch per rank, padding included.
-        gradient_checkpointing: whether activations are recomputed.
-    """
-
-    tokens_per_micro_batch: int
-    gradient_checkpointing: bool
-
-
-@dataclass(frozen=True)
-class OomLadder:
-    """Choose what to change after each out-of-memory error: smaller micro-batches down to the
-    minimum, then gradient checkpointing, then nothing more.
-
-    Attributes:
-        minimum_tokens: what the longest row needs, at least 1.
-        factor: of the token budget at each step down, above 0 and below 1.
-    """
-
-    minimum_tokens: int
-    factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        LowerTokenBudget(self.factor, self.minimum_tokens)
-
-    def on_oom(self, settings: MemorySettings) -> LowerTokenBudget | EnableGradientCheckpointing:
-        """Return the next action.
-
-        Args:
-            settings: with which memory ran out.
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where the state was taken. Thresholds and actions may differ, readings may not; a
+        rule may be gone.
 
         Raises:
-            TrainingError: nothing is left to change.
+            DataError: a state of other rules.
         """
-        if settings.tokens_per_micro_batch > self.minimum_tokens:
-            return LowerTokenBudget(self.factor, self.minimum_tokens)
-        if not settings.gradient_checkpointing:
-            return EnableGradientCheckpointing()
-        raise TrainingError(
-            f"memory ran out with {settings.tokens_per_micro_batch} tokens per micro-batch and "
-            "gradient checkpointing",
-            f"room for one row of {self.minimum_tokens} tokens",
-            "lower rendering.max_prompt_tokens or max_response_tokens, set runtime.offload, use "
-            "more ranks or a smaller model",
-        )
-
-    def after(
-        self, settings: MemorySettings, action: LowerTokenBudget | EnableGradientCheckpointing
-    ) -> MemorySettings:
-        """Return the settings with the action carried out."""
-        if isinstance(action, EnableGradientCheckpointing):
-            return replace(settings, gradient_checkpointing=True)
-        return replace(
-            settings, tokens_per_micro_batch=action.apply(settings.tokens_per_micro_batch)
-        )
+        own = self.state_dict()
+        if set(state) != set(own) or not own["readings"].items() <= state["readings"].items():
+            raise DataError(
+                f"a guard state of {state.get('readings')}",
+                f"the rules and readings {own['readings']}",
+                "resume with the rules of the first run, or start anew",
+            )
+        self._watches = {name: _Watch(**state["watches"][name]) for name in self._watches}
+        self._histories = {
+            metric: [(step, float(value)) for step, value in history]
+            for metric, history in state["histories"].items()
+        }
+        self._last_step, self.n_rollbacks = state["last_step"], state["n_rollbacks"]
+        self._condemned = state["condemned"]
 
 
-def _relative(change: float, base: float) -> float:
-    """Return change / |base|, infinite where only the base is 0."""
-    if base == 0.0:
-        return 0.0 if change == 0.0 else math.copysign(math.inf, change)
-    return change / abs(base)
-
-
-def _plain(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
-
-
-def _watch_of(state: Mapping[str, Any]) -> _Watch:
-    if set(state) != set(vars(_Watch())):
-        raise ValueError(f"fields {sorted(state)}")
-    return _Watch(**{**state, "window": [float(value) for value in state["window"]]})
+def _plain_history(history: Sequence[tuple[int, float]]) -> list[list[Any]]:
+    return [[step, value if math.isfinite(value) else str(value)] for step, value in history]

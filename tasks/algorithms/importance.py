@@ -3,68 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tasks.algorithms.masking import (
-    check_choice,
-    check_finite,
-    check_frozen,
-    check_in_range,
-    check_mask,
-    check_positive,
-    check_rank,
-    check_shape,
-    check_token_values,
-    count_metrics,
-    masked_sum,
-    sanitize,
-)
-from tasks.errors import ConfigError, DataError
+from tasks.algorithms.logprobs import LOG_RATIO_LIMIT
+from tasks.algorithms.masking import broadcast_to_tokens, check_finite, masked_sum, real_only
 
 RatioLevel = Literal["sequence", "geometric", "token"]
-LOG_RATIO_LIMIT = 20.0
-
-
-class ClampedRatio(NamedTuple):
-    """Hold a ratio together with the log-ratio that it was made of.
-
-    Attributes:
-        log_ratio: clamped to +-limit.
-        ratio: ``exp(log_ratio)``, always of the clamped one.
-        clamped: bool, True = the limit applied.
-    """
-
-    log_ratio: Tensor
-    ratio: Tensor
-    clamped: Tensor
-
-
-def clamp_log_ratio(log_ratio: Tensor, *, limit: float = LOG_RATIO_LIMIT) -> ClampedRatio:
-    """Clamp a log-ratio so that its exponential is finite, and say where.
-
-    Args:
-        log_ratio: any shape, in nats, without NaN. Outside the limit the gradient is zero.
-        limit: in nats, above 0.
-    """
-    check_positive("limit", limit)
-    values = log_ratio.float()
-    clamped = values.clamp(-limit, limit)
-    return ClampedRatio(clamped, clamped.exp(), values.detach().abs() > limit)
 
 
 def sequence_log_ratio(
-    logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    mask: Tensor,
-    *,
-    level: RatioLevel = "sequence",
+    logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, level: RatioLevel
 ) -> Tensor:
-    """Return ``log(pi / mu)`` of the stored responses.
+    """Return ``log(pi / mu)`` of the stored responses, without a gradient.
 
     With ``d_t = logprob_t - behavior_logprob_t``:
 
@@ -73,33 +26,25 @@ def sequence_log_ratio(
     - token: ``d_t``, ``(B, T)``, 0 under the mask
 
     Args:
-        logprobs: ``(B, T)`` of the frozen proximal policy (never of the policy under training,
-            whose gradient must not flow into a weight).
-        behavior_logprobs: ``(B, T)`` of the behaviour policy.
+        logprobs, behavior_logprobs: ``(B, T)`` of the policy and of the behaviour policy.
         mask: ``(B, T)`` bool, True = a real response token; an empty row gives 0.
-
-    Raises:
-        TrainingError: a log-probability that is not finite, or that carries a gradient.
     """
-    check_choice("level", level, get_args(RatioLevel))
-    check_token_values(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
-    for name, values in (("logprobs", logprobs), ("behavior_logprobs", behavior_logprobs)):
-        check_frozen(name, values)
-        check_finite(name, values, mask)
-    token = sanitize(logprobs.float() - behavior_logprobs.float(), mask)
+    token = real_only(logprobs.detach().float() - behavior_logprobs.float(), mask)
     if level == "token":
         return token
     total = token.sum(dim=1)
     return total if level == "sequence" else total / mask.sum(dim=1).clamp(min=1)
 
 
+def _per_token(log_ratio: Tensor, mask: Tensor) -> Tensor:
+    """Return log-ratios of any level as ``(B, T)``, 0 under the mask."""
+    if log_ratio.dim() == 1:
+        return broadcast_to_tokens(log_ratio, mask)
+    return real_only(log_ratio, mask)
+
+
 def truncated_importance_weights(
-    log_ratio: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    level: RatioLevel,
-    cap: float,
+    log_ratio: Tensor, advantages: Tensor, mask: Tensor, *, cap: float
 ) -> Tensor:
     """Return truncated weights, split by the sign of the advantage (Le Roux et al. 2025).
 
@@ -108,7 +53,7 @@ def truncated_importance_weights(
     down harder than once.
 
     Args:
-        log_ratio: from `sequence_log_ratio` at the same level: ``(B,)``, or ``(B, T)`` for tokens.
+        log_ratio: ``(B,)`` or ``(B, T)`` of `sequence_log_ratio`, from the frozen proximal policy.
         advantages: ``(B, T)``; mask: ``(B, T)`` bool, True = a real response token.
         cap: at least 1.
 
@@ -116,15 +61,12 @@ def truncated_importance_weights(
         ``(B, T)`` fp32 weights without a gradient, 0 under the mask.
 
     Raises:
-        DataError: a shape that does not belong to the level.
-        TrainingError: a log-ratio or advantage that is not finite.
+        TrainingError: a log-ratio that is not finite: the cap would hide it.
     """
-    check_token_values(mask, advantages=advantages)
-    check_in_range("cap", cap, 1.0, math.exp(LOG_RATIO_LIMIT))
-    check_finite("advantages", advantages, mask)
-    token_ratio = _as_token_values(log_ratio.detach(), mask, level)
-    log_cap = torch.where(sanitize(advantages.detach(), mask) < 0, 0.0, math.log(cap))
-    return sanitize(torch.minimum(token_ratio, log_cap).exp(), mask)
+    token_ratio = _per_token(log_ratio.detach(), mask)
+    check_finite("log-ratio of policy to behaviour policy", token_ratio)
+    log_cap = torch.where(real_only(advantages, mask) < 0, 0.0, math.log(cap))
+    return real_only(torch.minimum(token_ratio, log_cap).exp(), mask)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
@@ -133,8 +75,6 @@ def effective_sample_size(weights: Tensor) -> Tensor:
     Args:
         weights: ``(N,)``, at least 0. All zero, or none, is worth 0.
     """
-    check_rank("weights", weights, 1)
-    check_finite("weights", weights)
     values = weights.detach().float()
     return effective_sample_size_from_sums(values.sum(), values.square().sum())
 
@@ -145,26 +85,14 @@ def effective_sample_size_from_sums(weight_sum: Tensor, weight_sq_sum: Tensor) -
     return torch.where(weight_sq_sum > 0, ratio, torch.zeros_like(ratio))
 
 
-def effective_sample_size_from_log(log_ratio: Tensor) -> Tensor:
-    """Return the effective sample size of uncapped weights; in log space no ratio overflows.
-
-    Args:
-        log_ratio: ``(N,)`` in nats, N at least 1.
-    """
-    check_rank("log_ratio", log_ratio, 1)
-    check_finite("log_ratio", log_ratio)
-    values = log_ratio.detach().float()
-    return (2 * values.logsumexp(0) - (2 * values).logsumexp(0)).exp()
-
-
 def weight_metrics(
-    log_ratio: Tensor, weights: Tensor, mask: Tensor, *, level: RatioLevel, cap: float
+    log_ratio: Tensor, weights: Tensor, mask: Tensor, *, cap: float
 ) -> dict[str, Tensor]:
-    """Describe weights by sums that add up over micro-batches.
+    """Describe weights by sums that add up over batches.
 
-    The unit is a response (its tokens' mean weight), or a token at level token. ``ess = sum^2 /
-    sq_sum``, see `effective_sample_size_from_sums`; the raw sums take the ratio clamped to
-    exp(+-20) and count the clamped units.
+    The unit is a response (its tokens' mean weight), or a token where the log-ratios are. ``ess =
+    sum^2 / sq_sum``, see `effective_sample_size_from_sums`; the raw sums take the ratio clamped to
+    exp(+-20).
 
     Args:
         log_ratio: as handed to `truncated_importance_weights`; weights: ``(B, T)``, what it
@@ -173,43 +101,24 @@ def weight_metrics(
 
     Returns:
         ``weight_sum``, ``weight_sq_sum``, ``weight_max``, ``raw_weight_sum``,
-        ``raw_weight_sq_sum``, ``log_ratio_sum`` (of the same clamped log-ratio), ``clamped_sum``,
-        ``above_cap_sum``, ``n_weights``, ``n_tokens``, ``n_sequences``.
+        ``raw_weight_sq_sum``, ``above_cap_sum``, ``n_weights``.
     """
-    check_token_values(mask, weights=weights)
-    ratios = _as_token_values(log_ratio.detach(), mask, level)
-    if level == "token":
-        used, unit_log_ratio = weights.detach().float()[mask], ratios[mask]
+    if log_ratio.dim() == 2:
+        used, unit_log_ratio = weights.float()[mask], log_ratio.float()[mask]
     else:
         kept = mask.any(dim=1)
-        lengths = mask.sum(dim=1)[kept]
-        used = masked_sum(weights.detach(), mask, dim=1)[kept] / lengths
-        unit_log_ratio = log_ratio.detach().float()[kept]
-    raw = clamp_log_ratio(unit_log_ratio)
+        used = masked_sum(weights, mask, dim=1)[kept] / mask.sum(dim=1)[kept]
+        unit_log_ratio = log_ratio.float()[kept]
+    raw = unit_log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return {
         "weight_sum": used.sum(),
         "weight_sq_sum": used.square().sum(),
         "weight_max": used.amax() if used.numel() else used.sum(),
-        "raw_weight_sum": raw.ratio.sum(),
-        "raw_weight_sq_sum": raw.ratio.square().sum(),
-        "log_ratio_sum": raw.log_ratio.sum(),
-        "clamped_sum": raw.clamped.sum().float(),
+        "raw_weight_sum": raw.sum(),
+        "raw_weight_sq_sum": raw.square().sum(),
         "above_cap_sum": (unit_log_ratio > math.log(cap)).sum().float(),
         "n_weights": torch.tensor(float(used.numel()), device=used.device),
-        **count_metrics(mask),
     }
-
-
-def _as_token_values(log_ratio: Tensor, mask: Tensor, level: RatioLevel) -> Tensor:
-    check_choice("level", level, get_args(RatioLevel))
-    if level == "token":
-        check_shape("log_ratio (level token)", log_ratio, mask.shape)
-        spread = log_ratio
-    else:
-        check_shape(f"log_ratio (level {level})", log_ratio, mask.shape[:1])
-        spread = log_ratio.unsqueeze(1).expand(mask.shape)
-    check_finite("log_ratio", spread, mask)
-    return sanitize(spread, mask)
 
 
 # Weights of the policy gradients that have no proximal policy: TOPR, A-LoL, positives only.
@@ -223,7 +132,7 @@ def likelihood_weights(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_range: float = 0.2,
+    clip_range: float,
 ) -> Tensor:
     """Return the weight w of `policy_losses.weighted_likelihood_loss`, without a gradient.
 
@@ -235,159 +144,66 @@ def likelihood_weights(
 
     Args:
         kind: which of them.
-        log_ratio: ``(B, T)`` in nats, the same for all tokens of a response unless it is taken
-            token by token.
+        log_ratio: ``(B,)`` or ``(B, T)`` of `sequence_log_ratio`.
         advantages: ``(B, T)``; mask: ``(B, T)`` bool, True = a real response token.
-        clip_range: c of a_lol, from 0 to 1.
+        clip_range: c of a_lol.
 
     Returns:
         ``(B, T)`` fp32, 0 under the mask.
-
-    Raises:
-        TrainingError: a real log-ratio or advantage that is not finite.
     """
-    check_choice("kind", kind, get_args(LikelihoodKind))
-    check_in_range("clip_range", clip_range, 0.0, 1.0)
-    check_token_values(mask, log_ratio=log_ratio, advantages=advantages)
-    check_finite("log_ratio", log_ratio, mask)
-    check_finite("advantages", advantages, mask)
-    adv = sanitize(advantages.detach(), mask)
-    one = torch.ones_like(adv)
-    zero = torch.zeros_like(adv)
+    log_r, adv = _per_token(log_ratio, mask), real_only(advantages, mask)
     if kind == "positives_only":
-        weights = torch.where(adv > 0, one, zero)
+        weights = torch.where(adv > 0, 1.0, 0.0)
     elif kind == "topr":
-        faded = sanitize(log_ratio.detach(), mask).clamp(max=0.0).exp()
-        weights = torch.where(adv < 0, faded, one)
+        weights = torch.where(adv < 0, log_r.clamp(max=0.0).exp(), 1.0)
     else:
-        ratio = sanitize(log_ratio.detach(), mask).clamp(max=LOG_RATIO_LIMIT).exp()
-        weights = torch.where(adv > 0, ratio.clamp(1.0 - clip_range, 1.0 + clip_range), zero)
-    return sanitize(weights, mask)
-
-
-def current_log_ratio(
-    logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, level: RatioLevel
-) -> Tensor:
-    """Return ``log(pi / mu)`` of the policy under training as ``(B, T)``, without a gradient.
-
-    Args:
-        logprobs: ``(B, T)`` of the current policy; behavior_logprobs: ``(B, T)`` of the writer.
-        mask: ``(B, T)`` bool, True = a real response token.
-        level: of `importance.sequence_log_ratio`; at sequence and geometric every token of a
-            response gets the response's ratio.
-    """
-    ratio = sequence_log_ratio(logprobs.detach(), behavior_logprobs, mask, level=level)
-    if level == "token":
-        return ratio
-    check_shape("log_ratio", ratio, mask.shape[:1])
-    return sanitize(ratio.unsqueeze(1).expand(mask.shape), mask)
+        ratio = log_r.clamp(max=LOG_RATIO_LIMIT).exp()
+        weights = torch.where(adv > 0, ratio.clamp(1.0 - clip_range, 1.0 + clip_range), 0.0)
+    return real_only(weights, mask)
 
 
 # Drop the responses that the policy has moved too far from, with a limit that adapts.
 
-MAX_TAU = math.exp(LOG_RATIO_LIMIT)
 
-
-def geometric_mean_veto(
-    log_ratio_geometric: Tensor, tau: float, mask: Tensor | None = None
-) -> Tensor:
+def geometric_mean_veto(log_ratio_geometric: Tensor, tau: float) -> Tensor:
     """Keep the responses whose geometric-mean ratio is within ``[1 / tau, tau]``.
 
     ``|mean_t log(pi_prox / mu)| <= log(tau)``, in fp64.
 
     Args:
-        log_ratio_geometric: ``(B,)`` of `importance.sequence_log_ratio` at level geometric, from
-            the frozen proximal policy.
+        log_ratio_geometric: ``(B,)`` of `sequence_log_ratio` at level geometric.
         tau: at least 1.
-        mask: ``(B,)`` bool, True = a response; the others are not kept. None = all.
 
     Returns:
         ``(B,)`` bool, True = kept.
-
-    Raises:
-        TrainingError: a log-ratio that is not finite.
     """
-    check_rank("log_ratio_geometric", log_ratio_geometric, 1)
-    rows = torch.ones_like(log_ratio_geometric, dtype=torch.bool) if mask is None else mask
-    check_mask(rows, log_ratio_geometric.shape)
-    check_finite("log_ratio_geometric", log_ratio_geometric, rows)
-    check_in_range("tau", tau, 1.0, MAX_TAU)
-    return rows & (log_ratio_geometric.detach().double().abs() <= math.log(tau))
+    return log_ratio_geometric.double().abs() <= math.log(tau)
 
 
 def sequence_weights(weights: Tensor, mask: Tensor) -> Tensor:
     """Return each response's weight: the mean over its real tokens, 0 for an empty row.
 
     Args:
-        weights: ``(B, T)`` of `importance.truncated_importance_weights`, of any level.
+        weights: ``(B, T)`` of `truncated_importance_weights`, of any level.
         mask: ``(B, T)`` bool, True = a real response token.
     """
-    check_token_values(mask, weights=weights)
-    return masked_sum(weights.detach(), mask, dim=1) / mask.sum(dim=1).clamp(min=1)
-
-
-@dataclass(frozen=True)
-class TauTarget:
-    """Say what the threshold aims at: one of the two shares, both of ALL N responses.
-
-    Attributes:
-        tau_min, tau_max: bounds, ``1 <= tau_min <= tau_max``.
-        ess_share: effective sample size of the kept weights, divided by N.
-        keep_share: kept responses, divided by N.
-    """
-
-    tau_min: float
-    tau_max: float
-    ess_share: float | None = None
-    keep_share: float | None = None
-
-    def __post_init__(self) -> None:
-        check_in_range("tau_min", self.tau_min, 1.0, MAX_TAU)
-        check_in_range("tau_max", self.tau_max, self.tau_min, MAX_TAU)
-        if (self.ess_share is None) == (self.keep_share is None):
-            raise ConfigError(
-                f"ess_share is {self.ess_share} and keep_share is {self.keep_share}",
-                "exactly one target",
-                "set one and leave the other at None",
-            )
-        check_in_range("target share", self.share, 0.0, 1.0)
-
-    @property
-    def share(self) -> float:
-        """The target's number."""
-        return self.ess_share if self.ess_share is not None else self.keep_share or 0.0
-
-    @property
-    def name(self) -> str:
-        """The target's name."""
-        return "effective sample size" if self.ess_share is not None else "kept responses"
-
-
-class TauChoice(NamedTuple):
-    """Hold a threshold and what it does to the batch that it was measured on.
-
-    Attributes:
-        tau: the threshold, for `geometric_mean_veto`.
-        ess_share, keep_share: under this tau, of all N responses.
-        reached: whether the target is met.
-        reason: empty if it is, else why not.
-    """
-
-    tau: float
-    ess_share: float
-    keep_share: float
-    reached: bool
-    reason: str
+    return masked_sum(weights, mask, dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 def adapt_tau(
-    log_ratio_geometric: Tensor, weights: Tensor, target: TauTarget, mask: Tensor | None = None
-) -> TauChoice:
+    log_ratio_geometric: Tensor,
+    weights: Tensor,
+    *,
+    tau_min: float,
+    tau_max: float,
+    ess_share: float | None = None,
+    keep_share: float | None = None,
+) -> float:
     """Find the smallest tau within the bounds that meets the target; exact, by sorting.
 
-    With the responses in order of ``|log ratio|`` and the first k kept,
+    With the N responses in order of ``|log ratio|`` and the first k kept, the shares of all N are
 
-        ESS / N = (sum_kept w)^2 / (N * sum_kept w^2)
+        ESS / N = (sum_kept w)^2 / (N * sum_kept w^2)        kept / N = k / N
 
     The trade-off: leaving out a response of extreme ratio raises ESS over the KEPT number, which
     one response alone brings to 1; over all N the number that is left counts too, and one response
@@ -396,135 +212,53 @@ def adapt_tau(
     others is worth keeping, and one whose weight outweighs them all is not. Truncated weights are
     bounded, hence in practice a greater tau means a greater ESS and more bias from far-off
     responses, and the smallest tau that suffices is the best one. Where none does, tau is the
-    smallest of those with the greatest share, and `TauChoice.reason` tells.
+    smallest of those with the greatest share.
 
     Args:
-        log_ratio_geometric: ``(B,)``, see `geometric_mean_veto`.
+        log_ratio_geometric: ``(B,)``, B at least 1, see `geometric_mean_veto`.
         weights: ``(B,)`` of `sequence_weights`, at the level that training uses, at least 0.
-        target: bounds and target.
-        mask: ``(B,)`` bool, True = a response; N counts these. None = all.
-
-    Raises:
-        DataError: no response, or shapes that differ. TrainingError: a value that is not finite.
+        tau_min, tau_max: bounds, ``1 <= tau_min <= tau_max``.
+        ess_share, keep_share: the target, one of them.
     """
-    sorted_batch = _sort(log_ratio_geometric, weights, mask)
-    low, high = math.log(target.tau_min), math.log(target.tau_max)
-    distances = sorted_batch.distances
+    distances, order = log_ratio_geometric.double().cpu().abs().sort(stable=True)
+    ordered = weights.double().cpu()[order]
+    low, high = math.log(tau_min), math.log(tau_max)
     inside = distances[(distances > low) & (distances <= high)]
     candidates = torch.cat([torch.tensor([low], dtype=torch.float64), inside])
-    ess, keep = sorted_batch.shares(candidates)
-    shares = ess if target.ess_share is not None else keep
-    enough = (shares >= target.share - 1e-12).nonzero()
-    # argmax returns the first of equals: the smallest tau.
+    n_kept = torch.searchsorted(distances, candidates, right=True)
+    if ess_share is not None:
+        zero = torch.zeros(1, dtype=torch.float64)
+        sums = torch.cat([zero, ordered.cumsum(0)])[n_kept]
+        squares = torch.cat([zero, ordered.square().cumsum(0)])[n_kept]
+        worth = torch.where(squares > 0, sums.square() / squares.clamp(min=1e-300), 0.0)
+        target, shares = ess_share, worth / len(distances)
+    else:
+        assert keep_share is not None
+        target, shares = keep_share, n_kept.double() / len(distances)
+    enough = (shares >= target - 1e-12).nonzero()
+    # argmax need not return the first of equals, which is the smallest tau.
     best = int(enough[0]) if enough.numel() else int((shares >= shares.max()).nonzero()[0])
-    tau = min(max(_tau_of(float(candidates[best])), target.tau_min), target.tau_max)
-    return _choice(tau, float(ess[best]), float(keep[best]), target)
+    return min(max(_tau_of(float(candidates[best])), tau_min), tau_max)
 
 
-@dataclass(frozen=True)
-class TauController:
-    """Follow `adapt_tau` slowly: ``log tau <- decay * log tau + (1 - decay) * log tau_batch``.
+def smooth_tau(
+    tau: float, log_tau: float | None, *, decay: float, tau_min: float, tau_max: float
+) -> tuple[float, float]:
+    """Follow the taus of batches slowly: ``log tau <- decay * log tau + (1 - decay) * log tau_b``.
 
-    Attributes:
-        target: bounds and target of each batch.
+    Args:
+        tau: tau_b, of `adapt_tau`.
+        log_tau: where it stood; None = before the first batch, whose tau is taken as it is.
         decay: from 0 (no memory) to below 1.
-        log_tau: where it stands; None = before the first batch, whose tau is taken as it is.
+        tau_min, tau_max: bounds.
+
+    Returns:
+        tau within its bounds, and the log tau to hand in next time.
     """
-
-    target: TauTarget
-    decay: float = 0.9
-    log_tau: float | None = None
-
-    def __post_init__(self) -> None:
-        check_in_range("decay", self.decay, 0.0, 1.0 - 1e-9)
-        if self.log_tau is not None:
-            check_in_range("log_tau", self.log_tau, 0.0, LOG_RATIO_LIMIT)
-
-    def update(
-        self, log_ratio_geometric: Tensor, weights: Tensor, mask: Tensor | None = None
-    ) -> tuple[TauController, TauChoice]:
-        """Return the controller after a batch, and the smoothed tau with what it does to the batch.
-
-        Args and errors are those of `adapt_tau`.
-        """
-        raw = math.log(adapt_tau(log_ratio_geometric, weights, self.target, mask).tau)
-        before = raw if self.log_tau is None else self.log_tau
-        smoothed = self.decay * before + (1.0 - self.decay) * raw
-        tau = min(max(_tau_of(smoothed), self.target.tau_min), self.target.tau_max)
-        at = torch.tensor([math.log(tau)], dtype=torch.float64)
-        ess, keep = _sort(log_ratio_geometric, weights, mask).shares(at)
-        return replace(self, log_tau=smoothed), _choice(tau, float(ess), float(keep), self.target)
-
-    def state_dict(self) -> dict[str, float | None]:
-        """Return what `with_state` needs."""
-        return {"log_tau": self.log_tau}
-
-    def with_state(self, state: Mapping[str, float | None]) -> TauController:
-        """Return the controller as it stood when the state was taken.
-
-        Raises:
-            DataError: a state with other fields.
-        """
-        if set(state) != {"log_tau"}:
-            raise DataError(
-                f"a threshold state with the fields {sorted(state)}",
-                "the field log_tau",
-                "start from a checkpoint of this version",
-            )
-        return replace(self, log_tau=state["log_tau"])
-
-
-class _SortedBatch(NamedTuple):
-    """Hold N responses by distance, with sums over the first k, k from 0 to N; all fp64."""
-
-    distances: Tensor
-    weight_sums: Tensor
-    square_sums: Tensor
-
-    def shares(self, log_taus: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ESS / N and kept / N under each threshold."""
-        n_kept = torch.searchsorted(self.distances, log_taus, right=True)
-        n = self.distances.numel()
-        sums, squares = self.weight_sums[n_kept], self.square_sums[n_kept]
-        ess = torch.where(squares > 0, sums.square() / squares.clamp(min=1e-300), 0.0)
-        return ess / n, n_kept.double() / n
-
-
-def _sort(log_ratio: Tensor, weights: Tensor, mask: Tensor | None) -> _SortedBatch:
-    check_rank("log_ratio_geometric", log_ratio, 1)
-    check_shape("weights", weights, log_ratio.shape)
-    kept = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask
-    check_mask(kept, log_ratio.shape)
-    check_finite("log_ratio_geometric", log_ratio, kept)
-    check_finite("weights", weights, kept)
-    values = weights.detach()[kept].double().cpu()
-    if not values.numel() or bool((values < 0).any()):
-        n_negative = int((values < 0).sum())
-        raise DataError(
-            f"{values.numel()} responses, of which {n_negative} have a weight below 0",
-            "at least one response and weights of at least 0",
-            "pass the truncated importance weights of a batch that is not empty",
-        )
-    distances, order = log_ratio.detach()[kept].double().cpu().abs().sort(stable=True)
-    ordered = values[order]
-    zero = torch.zeros(1, dtype=torch.float64)
-    return _SortedBatch(
-        distances,
-        torch.cat([zero, ordered.cumsum(0)]),
-        torch.cat([zero, ordered.square().cumsum(0)]),
-    )
-
-
-def _choice(tau: float, ess: float, keep: float, target: TauTarget) -> TauChoice:
-    share = ess if target.ess_share is not None else keep
-    reached = share >= target.share - 1e-12
-    reason = (
-        ""
-        if reached
-        else f"{target.name} {share:.4f} N at tau {tau:.6g}, less than the target "
-        f"{target.share} N; tau may be {target.tau_min:.6g} to {target.tau_max:.6g}"
-    )
-    return TauChoice(tau, ess, keep, reached, reason)
+    raw = math.log(tau)
+    before = raw if log_tau is None else log_tau
+    smoothed = decay * before + (1.0 - decay) * raw
+    return min(max(_tau_of(smoothed), tau_min), tau_max), smoothed
 
 
 def _tau_of(log_tau: float) -> float:

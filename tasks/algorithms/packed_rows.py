@@ -262,12 +262,13 @@ def tree_attention(
 
     Returns:
         (1, H, N, D).
-
-    Raises:
-        ValueError: the tensors have other shapes.
     """
-    _check(query, key, value, trees)
-    lengths = [length for tree in trees for length in _piece_tokens(tree)]
+    lengths = []
+    for tree in trees:
+        first, *others = tree.response_tokens
+        lengths += [tree.prompt_tokens + first, *others]
+    assert query.shape == key.shape == value.shape, "repeat keys and values that heads share"
+    assert query.shape[0] == 1 and query.shape[2] == sum(lengths)
     pieces = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
     attended = []
     for tree in trees:
@@ -286,25 +287,7 @@ def tree_attention(
     return torch.cat(attended, dim=2)
 
 
-def _piece_tokens(tree: PromptTree) -> list[int]:
-    """Return the tokens of the prompt with the first response, and of each other response."""
-    first, *others = tree.response_tokens
-    return [tree.prompt_tokens + first, *others]
-
-
 def _sees(response_tokens: int, prompt_tokens: int, device: torch.device) -> Tensor:
     """Return (response, prompt + response), True = the query sees the key."""
     shape = (response_tokens, prompt_tokens + response_tokens)
     return torch.ones(shape, dtype=torch.bool, device=device).tril(prompt_tokens)
-
-
-def _check(query: Tensor, key: Tensor, value: Tensor, trees: Sequence[PromptTree]) -> None:
-    n_tokens = sum(tree.tokens for tree in trees)
-    shape = query.shape
-    if len(shape) != 4 or shape[0] != 1 or shape[2] != n_tokens:
-        raise ValueError(f"query has shape {tuple(shape)}, expected (1, heads, {n_tokens}, width)")
-    if key.shape != shape or value.shape != shape:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} differ from the query "
-            f"{tuple(shape)}; repeat keys and values that heads share"
-        )

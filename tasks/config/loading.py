@@ -15,8 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tasks.config.messages import kind_of, message_of, shown
+from tasks.config.shared import STAGES, Stage
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES, PipelineConfig, Stage
+from tasks.pipeline_config import PipelineConfig
 
 # The parser checks no values: a date that is none, and a tag with the wrong value, end in others.
 NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError)
@@ -24,8 +25,9 @@ SHARED_KEYS = ("seed", "runtime", "rendering")
 EXTENDS = "extends"
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PACKAGED_CONFIGS = PROJECT_ROOT / "configs"
-FUNCTION_PATH = "reward.function_path"
+OWN_CODE = ("reward.function_path", "sampler.path")
 _MAX_PROBLEMS = 8
+_SHOWN_CHARS = 80
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _UNION_MEMBER = re.compile(r"(int|float|str|bool)$|(literal|tuple|function-\w+)\[|[A-Z]\w*Config$")
 
@@ -145,7 +147,7 @@ def _read_extended(path: Path, above: tuple[Path, ...] = ()) -> tuple[Tree, Plac
             f"{path} extends itself: {circle}", "an end", f"remove one of the `{EXTENDS}`"
         )
     tree, lines = _read_yaml(path)
-    tree = _with_found_functions(tree, path.parent)
+    tree = _with_found_code(tree, path.parent)
     places = {location: f"{path}, line {line}" for location, line in lines.items()}
     if EXTENDS not in tree:
         return tree, places
@@ -171,10 +173,10 @@ def _extended_file(name: object, path: Path, where: str) -> Path:
         raise MissingInputError(f"{where}: {error.found}", error.expected, error.fix) from None
 
 
-def _with_found_functions(tree: Tree, directory: Path) -> Tree:
-    """Return the tree with the reward functions that the file names where they are.
+def _with_found_code(tree: Tree, directory: Path) -> Tree:
+    """Return the tree with the user's Python files that the file names where they are.
 
-    Both ``offline_ppo.reward.function_path`` and the overrides of an ablation count.
+    Both those of ``offline_ppo`` and those of an ablation's overrides count.
 
     Args:
         directory: of the file.
@@ -185,7 +187,7 @@ def _with_found_functions(tree: Tree, directory: Path) -> Tree:
             return {key: walk(value, f"{name}.{key}") for key, value in node.items()}
         if isinstance(node, list):
             return [walk(value, name) for value in node]
-        is_path = isinstance(node, str) and f".{name}".endswith(f".{FUNCTION_PATH}")
+        is_path = isinstance(node, str) and any(f".{name}".endswith(f".{own}") for own in OWN_CODE)
         return _found_file(node, directory) if is_path else node
 
     return {
@@ -325,9 +327,9 @@ def _default_at(location: Location) -> object:
     return at
 
 
-def _short(value: object, limit: int = 80) -> str:
+def _short(value: object) -> str:
     text = shown(value)
-    return text if len(text) <= limit else f"{text[:limit]}..."
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 
 
 def _suggestion(location: Location) -> str:

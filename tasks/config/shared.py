@@ -21,13 +21,26 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0.0)]
 
+# The name of the one source that `ingest.source` gives.
+UNNAMED = "source"
+RowForm = Literal["auto", "hh", "prompt", "messages", "scored", "verl"]
+
+# In the chain's order; each is a section of `PipelineConfig` and a record of `flows.stages`.
 Stage = Literal["ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate"]
-STAGES: tuple[Stage, ...] = ("ingest", "sft", "reward_model", "offline_ppo", "distill", "evaluate")
+STAGES: tuple[Stage, ...] = get_args(Stage)
 
 
 def setting(default: Any, **kwargs: Any) -> Any:
     """Declare a field that does not change the result of a stage."""
     return Field(default, json_schema_extra={"identity": False}, **kwargs)
+
+
+def later(default: Any, **kwargs: Any) -> Any:
+    """Declare a field whose default is what was done before there was the field.
+
+    At its default it is no part of the fingerprint, so that artefacts from before it are reused.
+    """
+    return Field(default, json_schema_extra={"identity": "unless default"}, **kwargs)
 
 
 def _is_numeric(annotation: Any) -> bool:
@@ -82,6 +95,11 @@ class StageConfig(Section):
         """How many groups of ``runtime.ranks`` workers the stage asks Ray for."""
         return 1
 
+    def settings_without_effect(self) -> dict[str, str]:
+        """Return the settings that were changed and that nothing reads in this combination, each
+        with the reason."""
+        return {}
+
 
 class OptimizerConfig(Section):
     """AdamW with a warm-up and a constant or cosine schedule."""
@@ -97,6 +115,10 @@ class OptimizerConfig(Section):
         (0.9, 0.999), description="Decay of the running mean and of the running square."
     )
     clip_grad_norm: PositiveFloat = Field(1.0, description="A longer gradient is cut to this norm.")
+
+    def idle(self, prefix: str) -> list[str]:
+        """Return the changed settings that this schedule does not read."""
+        return [] if self.schedule == "cosine" else changed_fields(self, prefix, "min_lr_share")
 
 
 class RuntimeConfig(Section):
@@ -223,6 +245,74 @@ class LoraConfig(Section):
     )
 
 
+class StudentLoraConfig(LoraConfig):
+    """The student's adapter."""
+
+    dropout: Share = 0.0
+    use_rslora: bool = Field(
+        False, description="Scale by alpha / sqrt(rank) (Kalajdzievski, 2023), not alpha / rank."
+    )
+    use_dora: bool = Field(
+        False, description="Learn magnitude and direction of the weights apart (Liu et al., 2024)."
+    )
+
+
+class SourceConfig(Section):
+    """One source of several."""
+
+    name: str = Field(min_length=1, description="Stored with each row.")
+    path: str = Field(
+        min_length=1,
+        description="A file, a glob, a directory, or a hub data set: owner/name.",
+    )
+    format: RowForm = Field("auto", description="Format of the rows; auto looks at their fields.")
+    weight: float = Field(
+        1.0,
+        gt=0.0,
+        le=1.0,
+        description="Share of the source's conversations that is taken, by seeded hash.",
+    )
+    subset_column: str | None = Field(
+        None, description="Field of a row that names its subset; null: the folder of the file."
+    )
+    hub_subset: str | None = Field(None, description="Configuration of a hub data set.")
+    hub_dir: str | None = Field(None, description="Directory in a hub data set (data_dir).")
+    hub_split: str = Field("train", description="Split of a hub data set.")
+    revision: str | None = Field(None, description="Commit, tag or branch of a hub data set.")
+
+
+class PromotionConfig(Section):
+    """When a student that passes the gate becomes the champion.
+
+    A student is compared with the champion only in what both were measured with the same yardstick:
+    the same judge or reward model, and the same questions or data. Where that is nothing, the
+    champion stays. A reused evaluation decides anew.
+    """
+
+    enabled: bool = Field(True, description="Off: a champion is made by `rlhf promote` alone.")
+    max_rate_drop: float = Field(
+        0.02,
+        ge=0.0,
+        le=1.0,
+        description="How far below the champion's an accuracy, a win rate or a share may be.",
+    )
+    max_score_drop: float = Field(
+        0.1, ge=0.0, description="How far below the champion's the score on the questions may be."
+    )
+
+
+class TrackingConfig(Section):
+    """Where runs are recorded. The defaults need no server."""
+
+    tracking_uri: str | None = setting(
+        None, description="MLflow address; null is the workspace's database."
+    )
+    experiment: str = setting("rlhf-flows", description="MLflow experiment.")
+    system_metrics_seconds: PositiveFloat | None = setting(
+        10.0, description="How often load, memory, disk and network are recorded; null is never."
+    )
+
+
 def check_shares(field: str, units: int, runtime: RuntimeConfig) -> None:
     """Refuse a batch that the ranks cannot share evenly.
 
@@ -245,3 +335,28 @@ def check_budget(rendering: RenderingConfig, runtime: RuntimeConfig, rows: int) 
             f"runtime.tokens_per_micro_batch {runtime.tokens_per_micro_batch} is less than the "
             f"{longest} tokens that {rows} row(s) may have; raise it or lower rendering limits"
         )
+
+
+def identity_fields(section: BaseModel) -> dict[str, Any]:
+    """Return the fields of a section that change what a stage produces, nested, as plain JSON
+    values."""
+    plain = section.model_dump(mode="json")
+    kept: dict[str, Any] = {}
+    for name, field in type(section).model_fields.items():
+        extra = field.json_schema_extra
+        counts = extra.get("identity", True) if isinstance(extra, dict) else True
+        value = getattr(section, name)
+        if counts is False or (counts == "unless default" and value == field.default):
+            continue
+        kept[name] = identity_fields(value) if isinstance(value, BaseModel) else plain[name]
+    return kept
+
+
+def changed_fields(section: BaseModel, prefix: str, *names: str) -> list[str]:
+    """Return the dotted names of fields that differ from their defaults, ``names`` or all."""
+    fields = type(section).model_fields
+    return [
+        f"{prefix}.{name}"
+        for name in names or fields
+        if getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]

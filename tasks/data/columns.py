@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
@@ -19,11 +15,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from tasks.data.schemas import RowGroupWriter, make_schema
+from tasks.artifacts import appearing
+from tasks.data.schemas import make_schema, write_rows
 from tasks.errors import ArtifactError
 
 _KEY_FIELD: Final = b"rlhf.key"
-_ABANDONED_SECONDS: Final = 3600.0
 
 
 def keyed_file(directory: Path, identity: Sequence[str]) -> tuple[Path, str]:
@@ -51,17 +47,8 @@ def write_keyed(path: Path, table: pa.Table, key: str, metadata: Mapping[bytes, 
     """
     keyed = table.replace_schema_metadata({_KEY_FIELD: key.encode(), **metadata})
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".tmp-{uuid.uuid4().hex[:8]}-{path.name}")
-    with temporary.open("wb") as file:
-        pq.write_table(keyed, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    for other in path.parent.glob(f".tmp-*-{path.name}"):
-        # A run that was killed left it; one that is at work needs seconds.
-        with suppress(FileNotFoundError):
-            if time.time() - other.stat().st_mtime > _ABANDONED_SECONDS:
-                other.unlink()
+    with appearing(path) as temporary:
+        pq.write_table(keyed, temporary, compression="zstd")
 
 
 def read_keyed(path: Path, key: str) -> tuple[pa.Table, Mapping[bytes, bytes]]:
@@ -194,8 +181,7 @@ class PairScore:
 
 def write_pair_scores(path: Path, scores: Iterable[PairScore]) -> None:
     """Write the table; it appears only when complete."""
-    with RowGroupWriter(path, PAIR_SCORE_SCHEMA, _ROWS_PER_GROUP) as writer:
-        writer.write(asdict(score) for score in scores)
+    write_rows(path, map(asdict, scores), PAIR_SCORE_SCHEMA, _ROWS_PER_GROUP)
 
 
 # Scores of responses, computed once and kept as Parquet columns.
@@ -233,8 +219,8 @@ def cached_scores(
 
 # Numbers per response token, computed once and kept as Parquet columns.
 
-# Names of the (T, K) columns: with K = 1 the number of values does not tell them from (T,).
-_MATRICES_FIELD = b"rlhf.matrices"
+# No column is a matrix, which the files have always said.
+_NO_MATRICES: Final = {b"rlhf.matrices": b""}
 
 
 @dataclass(frozen=True)
@@ -244,14 +230,12 @@ class TokenColumns:
     Args:
         prompt_ids: N lists of token ids.
         response_ids: N lists of token ids, T_i each.
-        floats: name to N fp32 tensors of shape (T_i,) or (T_i, K).
-        integers: name to N int64 tensors of shape (T_i, K).
+        floats: name to N fp32 tensors of shape (T_i,).
     """
 
     prompt_ids: Sequence[Sequence[int]]
     response_ids: Sequence[Sequence[int]]
-    floats: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    integers: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    floats: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
 
 def write_token_columns(path: Path, columns: TokenColumns, key: str) -> None:
@@ -262,16 +246,18 @@ def write_token_columns(path: Path, columns: TokenColumns, key: str) -> None:
         columns: what to write.
         key: identity of everything the numbers depend on; compared when they are read.
     """
-    ids = pa.list_(pa.int32())
+    ids, floats = pa.list_(pa.int32()), pa.list_(pa.float32())
     table = pa.table(
         {
             "prompt_ids": pa.array([list(row) for row in columns.prompt_ids], ids),
             "response_ids": pa.array([list(row) for row in columns.response_ids], ids),
-            **{n: _array(rows, pa.float32()) for n, rows in columns.floats.items()},
-            **{n: _array(rows, pa.int32()) for n, rows in columns.integers.items()},
+            **{
+                n: pa.array([t.tolist() for t in rows], floats)
+                for n, rows in columns.floats.items()
+            },
         }
     )
-    write_keyed(path, table, key, {_MATRICES_FIELD: ",".join(_matrices(columns)).encode()})
+    write_keyed(path, table, key, _NO_MATRICES)
 
 
 def read_token_columns(path: Path, key: str) -> TokenColumns:
@@ -280,36 +266,8 @@ def read_token_columns(path: Path, key: str) -> TokenColumns:
     Raises:
         ArtifactError: the file is torn, or was made from another model, dataset or setting.
     """
-    table, metadata = read_keyed(path, key)
-    lengths = [len(row) for row in table["response_ids"].to_pylist()]
-    matrices = metadata.get(_MATRICES_FIELD, b"").decode().split(",")
-    floats: dict[str, list[torch.Tensor]] = {}
-    integers: dict[str, list[torch.Tensor]] = {}
-    for name in table.column_names:
-        if name in ("prompt_ids", "response_ids"):
-            continue
-        target = floats if table.schema.field(name).type.value_type == pa.float32() else integers
-        target[name] = _tensors(table[name], lengths, name in matrices)
-    return TokenColumns(
-        table["prompt_ids"].to_pylist(), table["response_ids"].to_pylist(), floats, integers
-    )
-
-
-def _matrices(columns: TokenColumns) -> list[str]:
-    both = {**columns.floats, **columns.integers}
-    return [name for name, rows in both.items() if rows and rows[0].dim() == 2]
-
-
-def _array(rows: Sequence[torch.Tensor], kind: pa.DataType) -> pa.Array:
-    return pa.array([row.flatten().tolist() for row in rows], pa.list_(kind))
-
-
-def _tensors(
-    column: pa.ChunkedArray, lengths: Sequence[int], is_matrix: bool
-) -> list[torch.Tensor]:
-    """Give each row its shape back: (T, K) in a matrix column, else (T,)."""
-    values = [torch.tensor(row) for row in column.to_pylist()]
-    return [
-        row.view(length, -1) if is_matrix or len(row) != length else row
-        for row, length in zip(values, lengths, strict=True)
-    ]
+    table, _ = read_keyed(path, key)
+    columns = {name: table[name].to_pylist() for name in table.column_names}
+    prompt_ids, response_ids = columns.pop("prompt_ids"), columns.pop("response_ids")
+    floats = {name: [torch.tensor(row) for row in rows] for name, rows in columns.items()}
+    return TokenColumns(prompt_ids, response_ids, floats)

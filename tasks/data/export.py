@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.artifacts import PreferenceDataset
+from tasks.artifacts import PreferenceDataset, appearing_directory
 from tasks.data.hh import SPLITS
 from tasks.data.schemas import PAIR_SCHEMA, open_parquet
 from tasks.errors import ConfigError
@@ -127,16 +125,10 @@ def export_dataset(dataset: PreferenceDataset, to: str, output: Path) -> dict[Pa
         raise ConfigError(
             f"{target} is there already", "a new directory", "remove it, or give another --output"
         )
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-    try:
-        temporary.mkdir(parents=True)
+    with appearing_directory(target) as temporary:
         rows = {
             path: n for split in SPLITS for path, n in _write(dataset, to, split, temporary).items()
         }
-        temporary.rename(target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return {target / path.relative_to(temporary): n for path, n in rows.items()}
 
 

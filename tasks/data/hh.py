@@ -72,11 +72,6 @@ class Pair:
         roles = [message.role for message in self.prompt] + ["assistant"]
         return all(left != right for left, right in pairwise(roles))
 
-    @property
-    def swapped_id(self) -> str:
-        """The `pair_id` of the same pair with the opposite label."""
-        return make_pair_id(self.prompt_id, self.rejected, self.chosen)
-
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from tasks.data.schemas import publish_file
+from tasks.artifacts import appearing
 from tasks.errors import ArtifactError, DataError, WorkspaceError
 
 FILE_NAME: Final = "history.jsonl"
@@ -53,9 +53,8 @@ class RunHistory:
         path = directory / FILE_NAME
         kept = list(_intact_lines(path, stop_after=resumed_step))
         if path.exists():
-            temporary = path.with_name(f".tmp-{FILE_NAME}")
-            temporary.write_bytes(b"".join(line for line, _, _ in kept))
-            publish_file(temporary, path)
+            with appearing(path) as temporary:
+                temporary.write_bytes(b"".join(line for line, _, _ in kept))
         return cls(path, kept[-1][1] if kept else None)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -113,9 +112,8 @@ def read_history(path: Path) -> History:
 
 def write_history(path: Path, history: Sequence[tuple[int, Mapping[str, float]]]) -> None:
     """Write a whole history; the file appears only when complete."""
-    temporary = path.with_name(f".tmp-{path.name}")
-    temporary.write_bytes(b"".join(_line(step, metrics) for step, metrics in history))
-    publish_file(temporary, path)
+    with appearing(path) as temporary:
+        temporary.write_bytes(b"".join(_line(step, metrics) for step, metrics in history))
 
 
 def _line(step: int, metrics: Mapping[str, float]) -> bytes:

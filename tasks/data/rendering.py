@@ -19,9 +19,9 @@ from typing import Any, Final
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from tasks.config.shared import RenderingConfig
 from tasks.data.hh import Message, Pair
 from tasks.errors import ConfigError, DataError, ModelError, RendererMismatchError
-from tasks.pipeline_config import RenderingConfig
 
 # Tokenizers and chat templates: loading, the end of turn, what identifies them.
 
@@ -53,17 +53,6 @@ class AnswerFrame:
     before: str
     after: str
     end_of_turn_id: int
-
-
-def find_end_of_turn(tokenizer: Any) -> int:
-    """Return the id of the special token that the chat template puts after an answer.
-
-    It need not be ``eos_token``: base and converted tokenizers often name another one there.
-
-    Raises:
-        ModelError: no chat template, or no special token after the answer.
-    """
-    return find_answer_frame(tokenizer, str(tokenizer.name_or_path)).end_of_turn_id
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -168,50 +157,9 @@ _VERSION: Final = 1
 # Stand-ins for special-token text inside a message, from a private-use plane.
 _STAND_IN_BASE: Final = 0xF0000
 
-__all__ = [
-    "RenderedPair",
-    "RenderedPrompt",
-    "RenderedResponse",
-    "Renderer",
-    "ResponseTooLong",
-    "find_end_of_turn",
-    "render_pairs",
-    "split_at_end",
-]
-
 
 class ResponseTooLong(DataError):
     """A response over the limit where cutting was not asked for."""
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    """Token ids of a prompt, the generation prompt included.
-
-    Args:
-        dropped_turns: turns left out from the left because the prompt was too long.
-        cut: True when the last turn alone was too long and lost its beginning.
-    """
-
-    ids: tuple[int, ...]
-    dropped_turns: int
-    cut: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedResponse:
-    """Token ids of a prompt and one response.
-
-    Args:
-        response_ids: end with the end-of-turn token unless truncated.
-        dropped_turns: prompt turns that lost all or part of their text.
-        truncated: True when the response was cut; its last token is then a token of the text.
-    """
-
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    dropped_turns: int
-    truncated: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +167,6 @@ class RenderedPair:
     """Token ids of a pair; the prompt is shared.
 
     Args:
-        dropped_turns: prompt turns that lost all or part of their text.
         chosen_truncated: True when the chosen response was cut and so has no end-of-turn token.
         rejected_truncated: the same for the rejected response.
     """
@@ -230,7 +177,6 @@ class RenderedPair:
     chosen_ids: tuple[int, ...]
     rejected_ids: tuple[int, ...]
     subset: str
-    dropped_turns: int = 0
     chosen_truncated: bool = False
     rejected_truncated: bool = False
 
@@ -245,7 +191,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, limits: RenderingConfig, name: str) -> None:
         self._tokenizer = tokenizer
-        self._limits = limits
+        self.limits = limits
         self._name = name
         self._frame = find_answer_frame(tokenizer, name)
         self._special_ids = special_tokens(tokenizer)
@@ -272,13 +218,9 @@ class Renderer:
         """How many ids the tokenizer has; a model's vocabulary may be padded behind them."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
-    @property
-    def limits(self) -> RenderingConfig:
-        """The length limits."""
-        return self._limits
-
-    def render_prompt(self, messages: Sequence[Message]) -> RenderedPrompt:
-        """Render a prompt that ends where the answer starts.
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], int]:
+        """Return the ids of a prompt, which end where the answer starts, and how many of its turns
+        lost all or part of their text.
 
         Over ``max_prompt_tokens`` the oldest turns go first, so that the rest starts with a user
         turn (a leading system turn stays); if the last turn alone is too long, its beginning goes.
@@ -292,34 +234,15 @@ class Renderer:
         turns = tuple(messages[len(system) :])
         for start in _possible_starts(turns):
             ids = self._encode_prompt(system + turns[start:])
-            if len(ids) <= self._limits.max_prompt_tokens:
-                return RenderedPrompt(ids, start, cut=False)
+            if len(ids) <= self.limits.max_prompt_tokens:
+                return ids, start
         if not turns:
             raise DataError(
                 "The system turn alone exceeds max_prompt_tokens",
-                f"at most {self._limits.max_prompt_tokens} tokens",
+                f"at most {self.limits.max_prompt_tokens} tokens",
                 "raise rendering.max_prompt_tokens",
             )
-        return RenderedPrompt(self._cut_last(system, turns[-1]), len(turns) - 1, cut=True)
-
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[tuple[int, ...], int]:
-        """Return the ids of a prompt and how many turns lost all or part of their text.
-
-        Limits and errors as in `render_prompt`.
-        """
-        prompt = self.render_prompt(messages)
-        return prompt.ids, prompt.dropped_turns + prompt.cut
-
-    def render(self, messages: Sequence[Message], response: str) -> RenderedResponse:
-        """Render a prompt and its response.
-
-        Raises:
-            ResponseTooLong: over ``max_response_tokens`` and ``truncate_response`` is off.
-            DataError: as in `render_prompt`.
-        """
-        response_ids, truncated = self.response_ids(response)
-        prompt_ids, shortened = self.prompt_ids(messages)
-        return RenderedResponse(prompt_ids, response_ids, shortened, truncated)
+        return self._cut_last(system, turns[-1]), len(turns)
 
     def response_ids(self, response: str) -> tuple[tuple[int, ...], bool]:
         """Return the ids of a response and whether it was cut.
@@ -332,10 +255,10 @@ class Renderer:
         """
         text = f"{self._frame.before}{response}{self._frame.after}"
         ids = (*self._encode(text, plain=True), self.end_of_turn_id)
-        limit = self._limits.max_response_tokens
+        limit = self.limits.max_response_tokens
         if len(ids) <= limit:
             return ids, False
-        if not self._limits.truncate_response:
+        if not self.limits.truncate_response:
             raise ResponseTooLong(
                 f"A response has {len(ids)} tokens with its end of turn",
                 f"at most {limit}",
@@ -368,11 +291,11 @@ class Renderer:
 
     def _check_limits(self) -> None:
         needed = len(self._encode_prompt((Message("user", "a"),)))
-        if needed > self._limits.max_prompt_tokens:
+        if needed > self.limits.max_prompt_tokens:
             raise ConfigError(
                 f"The chat template of {self._name} needs {needed} tokens for one letter",
                 f"rendering.max_prompt_tokens of at least {needed}",
-                f"raise it from {self._limits.max_prompt_tokens}",
+                f"raise it from {self.limits.max_prompt_tokens}",
             )
 
     def _encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -419,17 +342,17 @@ class Renderer:
         """Return the longest rendering within the limit whose last turn lost its beginning."""
         too_few, enough = 0, len(last.content) - 1
         best = self._encode_prompt((*system, replace(last, content=last.content[-1:])))
-        if len(best) > self._limits.max_prompt_tokens:
+        if len(best) > self.limits.max_prompt_tokens:
             raise DataError(
                 f"A prompt needs {len(best)} tokens with its last turn cut to one character",
-                f"at most {self._limits.max_prompt_tokens}",
+                f"at most {self.limits.max_prompt_tokens}",
                 "raise rendering.max_prompt_tokens",
             )
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
             kept = replace(last, content=last.content[middle:].lstrip())
             ids = self._encode_prompt((*system, kept))
-            if len(ids) <= self._limits.max_prompt_tokens:
+            if len(ids) <= self.limits.max_prompt_tokens:
                 enough, best = middle, ids
             else:
                 too_few = middle
@@ -463,7 +386,7 @@ def _render_pair(pair: Pair, renderer: Renderer) -> RenderedPair | str:
     try:
         chosen, chosen_truncated = renderer.response_ids(pair.chosen)
         rejected, rejected_truncated = renderer.response_ids(pair.rejected)
-        prompt, shortened = renderer.prompt_ids(pair.prompt)
+        prompt, _ = renderer.prompt_ids(pair.prompt)
     except ResponseTooLong:
         return "too_long"
     except DataError as error:
@@ -480,7 +403,6 @@ def _render_pair(pair: Pair, renderer: Renderer) -> RenderedPair | str:
         chosen_ids=chosen,
         rejected_ids=rejected,
         subset=pair.subset,
-        dropped_turns=shortened,
         chosen_truncated=chosen_truncated,
         rejected_truncated=rejected_truncated,
     )

@@ -1,16 +1,17 @@
-"""Parquet schemas of the preference data, and a writer that is atomic and sizes its row groups."""
+"""Parquet schemas of the preference data, and how tables are written and opened."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tasks.artifacts import appearing
 from tasks.errors import ArtifactError, DataError
 
 SCHEMA_VERSION: Final = 2
@@ -136,105 +137,21 @@ def _to_array(values: list[Any], field: pa.Field) -> pa.Array:
         ) from error
 
 
-class RowGroupWriter:
-    """Write rows to Parquet in row groups of a set size, however many rows each call brings.
+def write_rows(
+    path: Path, rows: Iterable[Mapping[str, Any]], schema: pa.Schema, rows_per_group: int
+) -> None:
+    """Write rows to Parquet, so many a row group; the file appears only when complete.
 
-    The file appears under its final name only when the block ends without an error (temporary
-    sibling, fsync, rename); until then a previous file stays as it was.
-
-    Args:
-        path: final path.
-        schema: exact schema of the file.
-        rows_per_group: rows of every row group but the last.
-        sorted_by: column whose values never fall from one row to the next; recorded in the file.
+    Raises:
+        DataError: a row does not fit the schema.
     """
-
-    def __init__(
-        self, path: Path, schema: pa.Schema, rows_per_group: int, sorted_by: str | None = None
-    ) -> None:
-        self.path = path
-        self.rows = 0
-        self._schema = schema
-        self._rows_per_group = rows_per_group
-        self._sorted_by = sorted_by
-        self._last_key: Any = None
-        self._pending: list[Mapping[str, Any]] = []
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._writer: pq.ParquetWriter | None = None
-
-    def __enter__(self) -> RowGroupWriter:
-        order = None
-        if self._sorted_by is not None:
-            # Not the field's place: a nested field is several columns of the file.
-            order = pq.SortingColumn.from_ordering(self._schema, [(self._sorted_by, "ascending")])
-        self._writer = pq.ParquetWriter(
-            self._temporary, self._schema, compression="zstd", sorting_columns=order
-        )
-        return self
-
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Add rows.
-
-        Raises:
-            DataError: a row does not fit the schema or breaks the order.
-        """
-        for row in rows:
-            self._check_order(row)
-            self._pending.append(row)
-            self.rows += 1
-            if len(self._pending) == self._rows_per_group:
-                self._flush()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self._flush()
-            self._close()
-            if kind is None:
-                publish_file(self._temporary, self.path)
-        finally:
-            self._close()
-            self._temporary.unlink(missing_ok=True)
-
-    def _check_order(self, row: Mapping[str, Any]) -> None:
-        if self._sorted_by is None:
-            return
-        key = row.get(self._sorted_by)
-        if self._last_key is not None and (key is None or key < self._last_key):
-            raise DataError(
-                f"Row {self.rows} has {self._sorted_by} {key!r} after {self._last_key!r}",
-                f"rows sorted by {self._sorted_by}",
-                "sort the rows before writing",
-            )
-        self._last_key = key
-
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
-
-    def _flush(self) -> None:
-        if self._pending and self._writer is not None:
-            table = to_table(self._pending, self._schema)
-            self._writer.write_table(table, row_group_size=self._rows_per_group)
-            self._pending = []
-
-
-def publish_file(temporary: Path, path: Path) -> None:
-    """Give a complete file its final name, durably."""
-    with temporary.open("rb") as handle:
-        os.fsync(handle.fileno())
-    temporary.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    left = iter(rows)
+    with (
+        appearing(path) as temporary,
+        pq.ParquetWriter(temporary, schema, compression="zstd") as writer,
+    ):
+        while group := list(islice(left, rows_per_group)):
+            writer.write_table(to_table(group, schema), row_group_size=rows_per_group)
 
 
 def open_parquet(path: Path, schema: pa.Schema) -> pq.ParquetFile:
@@ -264,8 +181,6 @@ def _identity(schema: pa.Schema) -> tuple[str, str]:
     return metadata.get(_NAME_KEY, b"unknown").decode(), metadata.get(_VERSION_KEY, b"0").decode()
 
 
-# Writes Arrow tables to Parquet in row groups of a set size, whatever the size of the tables.
-
 # Text hardly repeats: a dictionary of it is built in vain, and its minimum says nothing.
 _REPEATED: Final = (
     "split",
@@ -280,7 +195,7 @@ _BARE: Final = ("chosen", "rejected", "raw", "raw_bytes", "detail")
 
 
 class TableWriter:
-    """A Parquet file that appears under its name only when it is complete.
+    """Writes tables of any size in row groups of a set size; the file appears only when complete.
 
     Args:
         path: final path.
@@ -298,20 +213,22 @@ class TableWriter:
         self._order = pq.SortingColumn.from_ordering(schema, [(sorted_by, "ascending")])
         self._pending: list[pa.Table] = []
         self._pending_rows = 0
-        self._temporary = path.with_name(f".{path.name}.tmp")
-        self._writer: pq.ParquetWriter | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> TableWriter:
         names = self._schema.names
-        self._writer = pq.ParquetWriter(
-            self._temporary,
-            self._schema,
-            compression="zstd",
-            use_dictionary=[n for n in _REPEATED if n.split(".")[0] in names],
-            write_statistics=[n for n in names if n not in _BARE and n != "prompt"],
-            sorting_columns=self._order,
-            write_page_index=False,
+        self._writer = self._stack.enter_context(
+            pq.ParquetWriter(
+                self._stack.enter_context(appearing(self.path)),
+                self._schema,
+                compression="zstd",
+                use_dictionary=[n for n in _REPEATED if n.split(".")[0] in names],
+                write_statistics=[n for n in names if n not in _BARE and n != "prompt"],
+                sorting_columns=self._order,
+                write_page_index=False,
+            )
         )
+        self._stack.push(self._flush_rest)
         return self
 
     def write(self, table: pa.Table) -> None:
@@ -322,29 +239,14 @@ class TableWriter:
         while self._pending_rows >= self._rows_per_group:
             self._flush(self._rows_per_group)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None and self._pending_rows:
-                self._flush(self._pending_rows)
-            self._close()
-            if kind is None:
-                publish_file(self._temporary, self.path)
-        finally:
-            self._close()
-            self._temporary.unlink(missing_ok=True)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+    def _flush_rest(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._pending_rows:
+            self._flush(self._pending_rows)
 
     def _flush(self, n_rows: int) -> None:
-        assert self._writer is not None, "a writer is used inside its with block"
         # One piece per row group: pages must not depend on the pieces that the rows came in.
         table = pa.concat_tables(self._pending)
         group = table.slice(0, n_rows).combine_chunks()

@@ -1,4 +1,4 @@
-"""Raw JSON-Lines files, plain or gzip, read line by line; other formats are refused by name."""
+"""Where rows of preference data come from: JSON-Lines files, Parquet files, the hub."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import glob
 import gzip
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,9 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.artifacts import file_sha256
-from tasks.data.hub import is_hub_id
+from tasks.config.shared import UNNAMED, SourceConfig
 from tasks.errors import DataError, MissingInputError
-from tasks.pipeline_config import IngestConfig, SourceConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,6 @@ def _check_line(path: Path, number: int, line: bytes) -> None:
 # Which files a source is: one, those of a glob or a directory, or a data set of the hub.
 
 SUFFIXES: Final = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet")
-UNNAMED: Final = "source"
 _SPLIT_NAMES: Final = {
     "train": "train",
     "test": "test",
@@ -219,13 +218,6 @@ _SOURCE_FIX: Final = (
     "give a file, a glob in quotes, a directory, or a hub data set as owner/name, for instance "
     "with -o ingest.source=..."
 )
-
-
-def source_configs(cfg: IngestConfig) -> tuple[SourceConfig, ...]:
-    """Return the sources; a single one is named after its subset."""
-    if cfg.sources:
-        return cfg.sources
-    return (SourceConfig(name=UNNAMED, path=cfg.source, format=cfg.format),)
 
 
 def find_files(source: SourceConfig) -> list[InputFile]:
@@ -367,3 +359,52 @@ def _by_source(files: Sequence[InputFile]) -> Iterable[list[InputFile]]:
     for file in files:
         groups.setdefault(file.source, []).append(file)
     return groups.values()
+
+
+# Data sets of the Hugging Face hub: which revision, and their rows one after another.
+
+_HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_FIX: Final = "check the id, the network and HF_TOKEN, or download it and give the directory"
+
+
+def is_hub_id(source: str) -> bool:
+    """Tell whether a source names a data set of the hub: owner/name, and no such file here."""
+    if _HUB_ID.fullmatch(source) is None or source.endswith(SUFFIXES):
+        return False
+    return not Path(source).expanduser().exists()
+
+
+def _unreadable(what: str, expected: str, error: Exception) -> MissingInputError:
+    reason = (str(error).strip() or repr(error)).splitlines()[0]
+    return MissingInputError(f"Hub data set {what} cannot be read: {reason}", expected, _HUB_FIX)
+
+
+def resolve_revision(name: str, revision: str | None) -> str:
+    """Return the commit of a data set, so that a run can be repeated.
+
+    Raises:
+        MissingInputError: no such data set or revision, or the hub does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        found: str | None = HfApi().dataset_info(name, revision=revision, timeout=20).sha
+    except Exception as error:  # the hub's client raises whatever its HTTP library does
+        what = f"{name} (revision {revision or 'main'})"
+        raise _unreadable(what, "a data set of the Hugging Face hub, or a file", error) from error
+    assert found is not None, "the hub names the commit of every data set"
+    return found
+
+
+def stream_rows(hub: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a data set without storing it; ``hub`` goes to ``load_dataset``.
+
+    Raises:
+        MissingInputError: it cannot be read, or not to its end.
+    """
+    from datasets import load_dataset
+
+    try:
+        yield from load_dataset(**hub, streaming=True)
+    except Exception as error:  # builders raise whatever their formats do
+        raise _unreadable(hub["path"], "a readable data set", error) from error

@@ -72,11 +72,11 @@ class LabelLayout:
         """The narrowest type that holds every id."""
         return pa.uint16() if self.vocab_size <= _NARROW_IDS else pa.int32()
 
-    def bytes_on_disk(self, n_tokens: int, n_prompt_tokens: int = 0) -> int:
+    def bytes_on_disk(self, n_tokens: int) -> int:
         """Return what the labels of so many response tokens take before compression."""
         ids = 2 if self.vocab_size <= _NARROW_IDS else 4
         per_token = _LOGPROB_BYTES * self.logprob_width + ids * self.id_width + ids
-        return n_tokens * per_token + n_prompt_tokens * ids
+        return n_tokens * per_token
 
     def check_size(self, n_tokens: int, limit_gib: float) -> int:
         """Return the bytes that the labels of so many tokens take.

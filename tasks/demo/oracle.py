@@ -183,4 +183,4 @@ def clean_accuracy(pairs: Sequence[Pair], chosen: Tensor, rejected: Tensor) -> f
     flipped = torch.tensor([not is_good(_messages(pair.prompt), pair.chosen) for pair in pairs])
     good = torch.where(flipped, rejected, chosen)
     bad = torch.where(flipped, chosen, rejected)
-    return float(pairwise_accuracy(good, bad).accuracy)
+    return pairwise_accuracy(good, bad)[0]

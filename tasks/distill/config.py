@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from tasks.config.shared import (
     CheckpointConfig,
     GenerationConfig,
-    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     PositiveFloat,
@@ -19,22 +18,11 @@ from tasks.config.shared import (
     Section,
     Share,
     StageConfig,
+    StudentLoraConfig,
     check_budget,
     check_shares,
     setting,
 )
-
-
-class StudentLoraConfig(LoraConfig):
-    """The student's adapter."""
-
-    dropout: Share = 0.0
-    use_rslora: bool = Field(
-        False, description="Scale by alpha / sqrt(rank) (Kalajdzievski, 2023), not alpha / rank."
-    )
-    use_dora: bool = Field(
-        False, description="Learn magnitude and direction of the weights apart (Liu et al., 2024)."
-    )
 
 
 class SoftLabelConfig(Section):

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -447,7 +447,6 @@ class CardFacts:
     lineage: Sequence[tuple[str, str, str, str]]
     metrics: Mapping[str, float]
     summary: Sequence[str] = ()
-    tags: Sequence[str] = field(default=("rlhf-flows", "distillation"))
 
 
 def render_student_card(facts: CardFacts, form: Form) -> str:
@@ -458,33 +457,34 @@ def render_student_card(facts: CardFacts, form: Form) -> str:
         if form == "adapter"
         else "Load it with `transformers.AutoModelForCausalLM.from_pretrained(directory)`."
     )
-    sections = [
-        _front_matter(facts, form),
-        f"# {what} of a distilled student",
-        f"Base model: {cell(facts.base)}. Teacher: {cell(facts.teacher)}. {use}",
-        *map(cell, facts.summary),
-        "## Training",
-        table(("setting", "value"), [(cell(n), cell(v)) for n, v in facts.settings.items()]),
-        "## Data",
-        *[f"- {cell(name)}" for name in facts.data],
-        "## Licences",
-        table(
-            ("of", "licence"),
-            [
-                ("this model", cell(facts.license)),
-                ("base model", cell(facts.base_license)),
-                ("data", cell(facts.data_license)),
-            ],
-        ),
-        "## Metrics",
-        table(("metric", "value"), [(cell(n), f"{v:.6g}") for n, v in facts.metrics.items()]),
-        "## Lineage",
-        table(
-            ("artefact", "kind", "fingerprint", "MLflow run"),
-            [tuple(map(cell, row)) for row in facts.lineage],
-        ),
-    ]
-    return "\n\n".join(sections) + "\n"
+    return join(
+        [
+            _front_matter(facts, form),
+            f"# {what} of a distilled student",
+            f"Base model: {cell(facts.base)}. Teacher: {cell(facts.teacher)}. {use}",
+            *map(cell, facts.summary),
+            "## Training",
+            table(("setting", "value"), [(cell(n), cell(v)) for n, v in facts.settings.items()]),
+            "## Data",
+            *[f"- {cell(name)}" for name in facts.data],
+            "## Licences",
+            table(
+                ("of", "licence"),
+                [
+                    ("this model", cell(facts.license)),
+                    ("base model", cell(facts.base_license)),
+                    ("data", cell(facts.data_license)),
+                ],
+            ),
+            "## Metrics",
+            table(("metric", "value"), [(cell(n), f"{v:.6g}") for n, v in facts.metrics.items()]),
+            "## Lineage",
+            table(
+                ("artefact", "kind", "fingerprint", "MLflow run"),
+                [tuple(map(cell, row)) for row in facts.lineage],
+            ),
+        ]
+    )
 
 
 def _front_matter(facts: CardFacts, form: Form) -> str:
@@ -498,7 +498,7 @@ def _front_matter(facts: CardFacts, form: Form) -> str:
         "license": facts.license if known else "other",
         **({} if known else {"license_name": UNKNOWN}),
         "datasets": [name for name in facts.data if re.fullmatch(r"[\w.-]+/[\w.-]+", name)],
-        "tags": [*facts.tags, *(["lora"] if form == "adapter" else [])],
+        "tags": ["rlhf-flows", "distillation", *(["lora"] if form == "adapter" else [])],
     }
     lines = [f"{name}: {json.dumps(value)}" for name, value in fields.items() if value != []]
     return "\n".join(["---", *lines, "---"])

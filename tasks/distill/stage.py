@@ -22,6 +22,7 @@ from tasks.context import StageContext
 from tasks.data.history import FILE_NAME, RunHistory, read_history
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.distill.config import DistillConfig
 from tasks.distill.report import (
     BASE,
     STUDENT,
@@ -47,7 +48,6 @@ from tasks.distill.student import (
 )
 from tasks.distill.teacher import StudentData, Teacher
 from tasks.errors import DataError
-from tasks.pipeline_config import DistillConfig
 from tasks.runtime.logits_hooks import FLAG, TEACHER_IDS, TEACHER_LOGPROBS, WEIGHTS, StudentLoss
 from tasks.runtime.rows import Batch, Responses, RoleSpec
 from tasks.runtime.session import Session, open_session

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from tasks.algorithms.distillation_losses import agreement_weights
 from tasks.artifacts import RewardModelCheckpoint
+from tasks.config.shared import identity_fields
 from tasks.context import StageContext
 from tasks.data.columns import TokenColumns, read_token_columns, write_token_columns
 from tasks.data.rendering import RenderedPair, Renderer
 from tasks.data.teacher_labels import GIB, LabelLayout, LabelStore, TeacherLabels
+from tasks.distill.config import DistillConfig, SoftLabelConfig
 from tasks.errors import ConfigError, DataError
-from tasks.pipeline_config import DistillConfig, SoftLabelConfig, identity_fields
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.logits_hooks import (
     TEACHER_IDS,

@@ -11,6 +11,7 @@ from tasks.config.shared import (
     GenerationConfig,
     PositiveFloat,
     PositiveInt,
+    PromotionConfig,
     RenderingConfig,
     RuntimeConfig,
     Section,
@@ -225,26 +226,6 @@ class GateConfig(Section):
         ge=0.0,
         le=1.0,
         description="Share of the judgments behind each compared figure that have a score.",
-    )
-
-
-class PromotionConfig(Section):
-    """When a student that passes the gate becomes the champion.
-
-    A student is compared with the champion only in what both were measured with the same yardstick:
-    the same judge or reward model, and the same questions or data. Where that is nothing, the
-    champion stays. A reused evaluation decides anew.
-    """
-
-    enabled: bool = Field(True, description="Off: a champion is made by `rlhf promote` alone.")
-    max_rate_drop: float = Field(
-        0.02,
-        ge=0.0,
-        le=1.0,
-        description="How far below the champion's an accuracy, a win rate or a share may be.",
-    )
-    max_score_drop: float = Field(
-        0.1, ge=0.0, description="How far below the champion's the score on the questions may be."
     )
 
 

@@ -6,26 +6,33 @@ import asyncio
 import json
 import os
 import random
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 from tasks.data.hh import Message
+from tasks.data.history import LineStore
 from tasks.errors import ClusterError, ConfigError, RlhfError
-from tasks.pipeline_config import EndpointConfig
+from tasks.evaluate.config import EndpointConfig
 
-# Keys of endpoints: from the environment, and nowhere else.
+R = TypeVar("R")
+T = TypeVar("T")
 
 
 def read_key(variable: str | None) -> str:
     """Return the key in an environment variable; empty where no variable is named.
+
+    A key comes from the environment; it is in no config, message, log or file.
 
     Raises:
         ConfigError: the variable holds none, or one that no header can carry.
@@ -84,6 +91,18 @@ class ChatRequest:
     top_p: float = 1.0
 
 
+def request_body(model: str, request: ChatRequest) -> dict[str, Any]:
+    """Return what is sent to the server."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": [{"role": m.role, "content": m.content} for m in request.messages],
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_tokens": request.max_tokens,
+    }
+    return body if request.seed is None else body | {"seed": request.seed}
+
+
 @dataclass(frozen=True, slots=True)
 class ChatReply:
     """What came of a request.
@@ -118,23 +137,32 @@ class Usage:
     requests: int = 0
     tokens: int = 0
 
+    @classmethod
+    def of(cls, *stores: LineStore) -> Usage:
+        """Return what the rows of stores cost: a budget is one over all runs."""
+        rows = [row for store in stores for row in store.rows]
+        return cls(*(sum(int(row.get(key, 0)) for row in rows) for key in ("requests", "tokens")))
+
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """Outcome of one request: a reply, or whether and when to try again."""
+    """Outcome of one request: a reply, or whether and when to try again.
+
+    Args:
+        failure: why it is no reply.
+        wait_seconds: what the server asks for before the next attempt.
+    """
 
     kind: Literal["reply", "empty", "retry", "refused", "fatal"]
     text: str = ""
+    failure: str = ""
     truncated: bool = False
     tokens: int = 0
-    reason: str = ""
     wait_seconds: float | None = None
 
 
 class ChatEndpoint:
     """One model on one server, used within one event loop: ``async with endpoint.open():``.
-
-    The key comes from the environment; it is in no message, log or file.
 
     Args:
         used: what earlier runs spent of the budget.
@@ -188,31 +216,31 @@ class ChatEndpoint:
         Never raises for what a server does: ``stopped`` holds what makes all further requests
         pointless (a refused key, an unknown model, a spent budget), and they return at once.
         """
-        attempts, tokens, reason, is_empty = 0, 0, "not asked", False
-        while attempts < self.cfg.attempts:
+        reply, kind = ChatReply(failure="not asked"), "retry"
+        while reply.attempts < self.cfg.attempts:
             await self._wait_for_turn()
             if not self._may_spend():
-                return ChatReply(failure=reason, attempts=attempts, tokens=tokens)
-            attempts += 1
-            outcome = await self._attempt(request)
-            tokens += outcome.tokens
-            self.usage.tokens += outcome.tokens
-            if outcome.kind == "reply":
-                self._has_answered = True
-                return ChatReply(outcome.text, "", False, outcome.truncated, attempts, tokens)
-            reason, is_empty = outcome.reason, outcome.kind == "empty"
-            if outcome.kind == "refused":
-                self._has_answered = True
-                return ChatReply("", reason, True, False, attempts, tokens)
-            if outcome.kind == "fatal":
-                return ChatReply(failure=reason, attempts=attempts, tokens=tokens)
-            if not await self._back_off(outcome, attempts):
+                return replace(reply, is_final=False)
+            attempt = await self._attempt(request)
+            kind = attempt.kind
+            self.usage.tokens += attempt.tokens
+            reply = ChatReply(
+                attempt.text,
+                attempt.failure,
+                kind in ("empty", "refused"),
+                attempt.truncated,
+                reply.attempts + 1,
+                reply.tokens + attempt.tokens,
+            )
+            if kind in ("reply", "refused", "fatal"):
                 break
-        if is_empty:
+            if not await self._back_off(attempt, reply.attempts):
+                break
+        if kind == "retry":
+            self._note_unanswered(reply.failure)
+        elif kind != "fatal":
             self._has_answered = True
-        else:
-            self._note_unanswered(reason)
-        return ChatReply("", reason, is_empty, False, attempts, tokens)
+        return reply
 
     def _may_spend(self) -> bool:
         """Count one request, or say that the budget or the server allows none."""
@@ -241,12 +269,12 @@ class ChatEndpoint:
             # In short naps: a spent budget ends the wait.
             await asyncio.sleep(min(left, 1.0) + self._jitter.uniform(0.0, 0.02))
 
-    async def _back_off(self, outcome: _Attempt, attempts: int) -> bool:
+    async def _back_off(self, attempt: _Attempt, attempts: int) -> bool:
         """Wait before the next attempt; False when the server asks for too long a wait."""
-        if outcome.wait_seconds is not None:
-            if outcome.wait_seconds > self.cfg.max_wait_seconds:
+        if attempt.wait_seconds is not None:
+            if attempt.wait_seconds > self.cfg.max_wait_seconds:
                 return False
-            self._resume_at = max(self._resume_at, time.monotonic() + outcome.wait_seconds)
+            self._resume_at = max(self._resume_at, time.monotonic() + attempt.wait_seconds)
             return True
         if attempts >= self.cfg.attempts:
             return False
@@ -270,11 +298,11 @@ class ChatEndpoint:
             async with asyncio.timeout(self.cfg.timeout_seconds):
                 status, headers, body = await self._send(request)
         except TimeoutError:
-            return _Attempt("retry", reason=f"no whole reply in {self.cfg.timeout_seconds:g} s")
+            return _Attempt("retry", failure=f"no whole reply in {self.cfg.timeout_seconds:g} s")
         except httpx.RequestError as error:
             self.stopped = self.stopped or self._failure()
             # Its text may hold the address, never the headers.
-            return _Attempt("retry", reason=f"{type(error).__name__} {error}".strip())
+            return _Attempt("retry", failure=f"{type(error).__name__} {error}".strip())
         if status == httpx.codes.OK:
             return self._read(request, body)
         return self._judge_status(status, headers, body)
@@ -283,23 +311,15 @@ class ChatEndpoint:
         assert self._client is not None, "used outside of `open`"
         body = bytearray()
         async with self._client.stream(
-            "POST", f"{self.cfg.base_url}/chat/completions", json=self._payload(request)
+            "POST",
+            f"{self.cfg.base_url}/chat/completions",
+            json=request_body(self.cfg.model, request),
         ) as response:
             async for part in response.aiter_bytes():
                 body += part
                 if len(body) > _MAX_REPLY_BYTES:
                     raise httpx.DecodingError(f"a reply of over {_MAX_REPLY_BYTES} bytes")
             return response.status_code, response.headers, bytes(body)
-
-    def _payload(self, request: ChatRequest) -> dict[str, Any]:
-        payload: dict[str, Any] = {
-            "model": self.cfg.model,
-            "messages": [{"role": m.role, "content": m.content} for m in request.messages],
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "max_tokens": request.max_tokens,
-        }
-        return payload if request.seed is None else payload | {"seed": request.seed}
 
     def _read(self, request: ChatRequest, body: bytes) -> _Attempt:
         try:
@@ -309,28 +329,28 @@ class ChatEndpoint:
             text = message.get("content") or message.get("refusal") or ""
             is_text = isinstance(text, str)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return _Attempt("retry", reason=f"no chat completion: {self._shown(body)}")
+            return _Attempt("retry", failure=f"no chat completion: {self._shown(body)}")
         if not is_text:
-            return _Attempt("retry", reason=f"no text: {self._shown(body)}")
+            return _Attempt("retry", failure=f"no text: {self._shown(body)}")
         tokens = _tokens(row.get("usage"), request, text)
         is_cut = choice.get("finish_reason") == "length"
         if not text.strip():
             cut = ", which ends at the length limit" if is_cut else ""
-            return _Attempt("empty", tokens=tokens, reason=f"an empty reply{cut}")
+            return _Attempt("empty", tokens=tokens, failure=f"an empty reply{cut}")
         # A lone surrogate is valid JSON and cannot be stored.
         clean = text.encode("utf-8", "replace").decode()
-        return _Attempt("reply", clean, is_cut, tokens)
+        return _Attempt("reply", clean, truncated=is_cut, tokens=tokens)
 
     def _judge_status(self, status: int, headers: httpx.Headers, body: bytes) -> _Attempt:
         said = f"HTTP {status}: {self._shown(body)}"
         error = self._fatal(status, body, said)
         if error is not None:
             self.stopped = self.stopped or error
-            return _Attempt("fatal", reason=said)
+            return _Attempt("fatal", failure=said)
         if status in _RETRIED:
             wait = retry_after_seconds(headers.get("retry-after"), datetime.now(UTC))
-            return _Attempt("retry", reason=said, wait_seconds=wait)
-        return _Attempt("refused", reason=said)
+            return _Attempt("retry", failure=said, wait_seconds=wait)
+        return _Attempt("refused", failure=said)
 
     def _fatal(self, status: int, body: bytes, said: str) -> RlhfError | None:
         """Return the error of an answer that all further requests would get, too."""
@@ -398,3 +418,66 @@ def _tokens(usage: Any, request: ChatRequest, text: str) -> int:
         return counted
     characters = len(text) + sum(len(message.content) for message in request.messages)
     return -(-characters // _CHARACTERS_PER_TOKEN)
+
+
+# Many requests at a time.
+
+
+async def ask_all(
+    endpoint: ChatEndpoint,
+    items: Sequence[T],
+    ask: Callable[[T], Coroutine[Any, Any, R]],
+    done: Callable[[T, R], None],
+) -> None:
+    """Ask for all items concurrently; ``done`` runs in a thread, one call at a time.
+
+    Raises:
+        RlhfError: what stopped the endpoint, once everything under way has ended; or what ``done``
+            raised first, once it was called for the other replies, too.
+    """
+    waiting = iter(items)
+    replies: deque[tuple[T, R]] = deque()
+    # One thread at a time: those that wait find all that has come in meanwhile handed over.
+    turn, lock = asyncio.Lock(), threading.Lock()
+
+    def hand_over() -> None:
+        errors: list[Exception] = []
+        with lock:
+            while replies:
+                try:
+                    done(*replies.popleft())
+                except Exception as error:
+                    errors.append(error)
+        if errors:
+            raise errors[0]
+
+    async def work() -> None:
+        for item in waiting:
+            if endpoint.stopped is not None:
+                return
+            replies.append((item, await ask(item)))
+            async with turn:
+                await asyncio.to_thread(hand_over)
+
+    async with endpoint.open():
+        workers = [asyncio.create_task(work()) for _ in range(endpoint.cfg.max_concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            # What was answered is paid for, whatever ended the work.
+            hand_over()
+    if endpoint.stopped is not None:
+        raise endpoint.stopped
+
+
+def run_async(work: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine to its end, whether or not this thread has an event loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -12,11 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Formatter
-from typing import Any, Final, Literal
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, TypeAdapter
 
 from tasks.data.hh import Message
 from tasks.errors import DataError
-from tasks.evaluate.questions import Question, get_field, read_objects
+from tasks.evaluate.questions import Question, parse, read_objects
 
 # The project's own words to a judge: system prompt and template by FastChat's name of its use.
 
@@ -89,21 +91,10 @@ OWN_TEMPLATES: Final[Mapping[str, tuple[str, str]]] = {
     ),
 }
 
-
 Kind = Literal["single", "pair"]
+Turns = tuple[str, str]
 OWN: Final = "own"
-
-_BASE_NAMES: Final[Mapping[tuple[Kind, bool], str]] = {
-    ("single", False): "single-v1",
-    ("single", True): "single-math-v1",
-    ("pair", False): "pair-v2",
-    ("pair", True): "pair-math-v1",
-}
-_SECOND_TURN: Final = "-multi-turn"
-_ALL_NAMES: Final = tuple(
-    name + suffix for name in _BASE_NAMES.values() for suffix in ("", _SECOND_TURN)
-)
-_FIX: Final = 'rows with "name", "system_prompt" and "prompt_template", as in FastChat'
+_FORM: Final = 'rows with "name", "system_prompt" and "prompt_template", as in FastChat'
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +107,24 @@ class JudgePrompt:
     """
 
     name: str
-    system: str
-    template: str
+    system: Annotated[str, Field(validation_alias="system_prompt")]
+    template: Annotated[str, Field(validation_alias="prompt_template")]
+
+    def messages(
+        self, turn: int, question: Question, answers: Sequence[Turns]
+    ) -> tuple[Message, ...]:
+        """Fill in the template.
+
+        Args:
+            question: with the reference to show, if any.
+            answers: both turns of one answer, or of the answers in places A and B.
+        """
+        content = self.template.format(**_fields(turn, question, answers))
+        system = (Message("system", self.system),) if self.system else ()
+        return (*system, Message("user", content))
+
+
+_PROMPT: Final = TypeAdapter(JudgePrompt)
 
 
 @dataclass(frozen=True)
@@ -145,13 +152,14 @@ class JudgePrompts:
         name = template_name(kind, turn, with_reference)
         if name not in self.by_name:
             known = ", ".join(self.by_name)
-            raise DataError(f"The judge prompts lack {name}", f"it beside {known}", _FIX)
+            raise DataError(f"The judge prompts lack {name}", f"it beside {known}", _FORM)
         return self.by_name[name]
 
 
 def template_name(kind: Kind, turn: int, with_reference: bool) -> str:
     """Return FastChat's name of the template of one judgment."""
-    return _BASE_NAMES[kind, with_reference] + (_SECOND_TURN if turn == 2 else "")
+    version = "v2" if kind == "pair" and not with_reference else "v1"
+    return f"{kind}{'-math' * with_reference}-{version}{'-multi-turn' * (turn == 2)}"
 
 
 def load_judge_prompts(source: str) -> JudgePrompts:
@@ -162,65 +170,49 @@ def load_judge_prompts(source: str) -> JudgePrompts:
         DataError: no template of a known name, or one with a field that is not known.
     """
     if source == OWN:
-        own = [JudgePrompt(f"rlhf-flows-{n}", s, t) for n, (s, t) in OWN_TEMPLATES.items()]
-        return JudgePrompts(dict(zip(OWN_TEMPLATES, own, strict=True)))
+        own = {n: JudgePrompt(f"rlhf-flows-{n}", s, t) for n, (s, t) in OWN_TEMPLATES.items()}
+        return JudgePrompts(own)
     path = Path(source).expanduser()
-    found: dict[str, JudgePrompt] = {}
-    for where, row in read_objects(path, _FIX):
-        name = get_field(where, row, "name", str, _FIX)
-        if name in _ALL_NAMES:
-            found[name] = _parse(where, row, name)
-    if not found:
-        raise DataError(f"{path} holds no judge prompt", f"one of {', '.join(_ALL_NAMES)}", _FIX)
-    return JudgePrompts(found)
+    by_name: dict[str, JudgePrompt] = {}
+    for where, row in read_objects(path, _FORM):
+        if row.get("name") in list(OWN_TEMPLATES):
+            prompt = parse(where, row, _PROMPT, _FORM)
+            _check_fields(where, prompt)
+            by_name[prompt.name] = prompt
+    if not by_name:
+        known = ", ".join(OWN_TEMPLATES)
+        raise DataError(f"{path} holds no judge prompt", f"one of {known}", _FORM)
+    return JudgePrompts(by_name)
 
 
-def _parse(where: str, row: Mapping[str, Any], name: str) -> JudgePrompt:
-    template = get_field(where, row, "prompt_template", str, _FIX)
+def _check_fields(where: str, prompt: JudgePrompt) -> None:
     try:
-        fields = {field for _, field, _, _ in Formatter().parse(template) if field is not None}
+        fields = {
+            field for _, field, _, _ in Formatter().parse(prompt.template) if field is not None
+        }
     except ValueError as error:
-        raise DataError(f"{where}: prompt_template: {error}", "text with {fields}", _FIX) from error
-    kind: Kind = "pair" if name.startswith("pair") else "single"
-    known = set(_values(kind, 2 if name.endswith(_SECOND_TURN) else 1, _EMPTY, (_NO_ANSWER,) * 2))
+        found = f"{where}: prompt_template: {error}"
+        raise DataError(found, "text with {fields}", _FORM) from error
+    turn = 2 if prompt.name.endswith("-multi-turn") else 1
+    n_answers = 2 if prompt.name.startswith("pair") else 1
+    known = set(_fields(turn, Question(0, "", ("", "")), [("", "")] * n_answers))
     if fields - known:
         raise DataError(
             f"{where}: prompt_template has the unknown fields {sorted(fields - known)}",
             f"only {sorted(known)}",
             "correct the template; literal braces are doubled",
         )
-    return JudgePrompt(name, get_field(where, row, "system_prompt", str, _FIX), template)
 
 
-def judge_messages(
-    prompt: JudgePrompt, kind: Kind, turn: int, question: Question, answers: Sequence[Turns]
-) -> tuple[Message, ...]:
-    """Fill in a template.
-
-    Args:
-        question: with the reference to show, if any.
-        answers: both turns of one answer, or of the answers in places A and B.
-    """
-    content = prompt.template.format(**_values(kind, turn, question, answers))
-    system = (Message("system", prompt.system),) if prompt.system else ()
-    return (*system, Message("user", content))
-
-
-Turns = tuple[str, str]
-_NO_ANSWER: Final[Turns] = ("", "")
-_EMPTY: Final = Question(0, "", ("", ""), ("", ""))
-
-
-def _values(kind: Kind, turn: int, question: Question, answers: Sequence[Turns]) -> dict[str, str]:
-    reference = (*(question.reference or ()), "", "")[:2]
-    values = {"ref_answer_1": reference[0], "ref_answer_2": reference[1]}
-    sides = ("",) if kind == "single" else ("_a", "_b")
+def _fields(turn: int, question: Question, answers: Sequence[Turns]) -> dict[str, str]:
+    """Return the values of a template's fields."""
+    reference = (*question.reference, "", "")
+    fields = {"ref_answer_1": reference[0], "ref_answer_2": reference[1]}
+    places = ("answer",) if len(answers) == 1 else ("answer_a", "answer_b")
     if turn == 1:
-        values["question"] = question.turns[0]
-        return values | {
-            f"answer{side}": turns[0] for side, turns in zip(sides, answers[:2], strict=False)
-        }
-    values |= {"question_1": question.turns[0], "question_2": question.turns[1]}
-    for side, turns in zip(sides, answers, strict=False):
-        values |= {f"answer{side}_1": turns[0], f"answer{side}_2": turns[1]}
-    return values
+        fields["question"] = question.turns[0]
+        return fields | {place: turns[0] for place, turns in zip(places, answers, strict=True)}
+    fields |= {"question_1": question.turns[0], "question_2": question.turns[1]}
+    for place, turns in zip(places, answers, strict=True):
+        fields |= {f"{place}_1": turns[0], f"{place}_2": turns[1]}
+    return fields

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import html
 import math
-import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Final
-
-from jinja2 import Environment
+from typing import Any, Final, TypeVar
 
 from tasks.algorithms.statistics import label_agreement
-from tasks.data.gate import BASELINE
 from tasks.errors import DataError
+from tasks.evaluate.gate import BASELINE
 from tasks.evaluate.judgments import (
     PairJudgment,
     Score,
@@ -29,7 +23,11 @@ from tasks.evaluate.judgments import (
     summarize_pairs,
 )
 from tasks.evaluate.questions import ModelAnswer, Question
+from tasks.report import plots
+from tasks.report.page import cell, interval, join, render_html, table
 
+K = TypeVar("K")
+T = TypeVar("T")
 _SHOWN_QUESTIONS: Final = 6
 _FEWEST_SPOKES: Final = 3
 
@@ -41,52 +39,51 @@ def render_report(
 ) -> str:
     """Return the scores and some answers side by side, as markdown; what models wrote is
     escaped."""
-    judge = "the reward model" if report["judge"] == "reward_model" else _safe(report["judge"])
-    lines = [
-        f"# Evaluation by {judge}",
-        "",
-        f"Scale: {_safe(report['scale'])}.",
-        "",
-        "| model | turn 1 | turn 2 | mean | win rate against base | held-out score |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = []
     for name, scores in report["questions"].items():
         held_out = report["held_out"].get(name, {})
         figures = [_figure(scores[key], 2) for key in ("turn_1", "turn_2", "mean")]
-        figures.append(_figure(held_out.get("win_rate_against_base"), 3))
-        figures.append(_figure(held_out.get("mean_score"), 2))
-        lines.append(f"| {name} | {' | '.join(figures)} |")
-    lines += _notes(report)
+        rate, score = held_out.get("win_rate_against_base"), held_out.get("mean_score")
+        rows.append((name, *figures, _figure(rate, 3), _figure(score, 2)))
+    header = ("model", "turn 1", "turn 2", "mean", "win rate against base", "held-out score")
+    sections = [
+        f"# Evaluation by {cell(_judge_of(report))}",
+        f"Scale: {cell(report['scale'])}.",
+        table(header, rows),
+        *_notes(report),
+    ]
     for question in questions[:_SHOWN_QUESTIONS]:
-        lines += ["", f"## Question {question.question_id} ({_safe(question.category)})", ""]
+        sections.append(f"## Question {question.question_id} ({cell(question.category)})")
         for turn, asked in enumerate(question.turns):
-            lines.append(f"**{_safe(asked)}**")
-            lines += [
-                f"- {name}: {_said(found, question, turn)}" for name, found in answers.items()
-            ]
-    return "\n".join(lines) + "\n"
+            said = [f"- {name}: {_said(a, question, turn)}" for name, a in answers.items()]
+            sections.append("\n".join([f"**{cell(asked)}**", *said]))
+    return join(sections)
+
+
+def _judge_of(report: Mapping[str, Any]) -> str:
+    return "the reward model" if _is_unbounded(report) else str(report["judge"])
 
 
 def _notes(report: Mapping[str, Any]) -> list[str]:
-    lines = []
+    notes = []
     if "demo" in report:
         rates = report["demo"]["oracle_good_rate"].items()
-        lines += ["", "Good answers by the oracle: " + ", ".join(f"{n} {r:.3f}" for n, r in rates)]
+        notes.append("Good answers by the oracle: " + ", ".join(f"{n} {r:.3f}" for n, r in rates))
     if not _is_unbounded(report):
-        lines += ["", "Win rate against base and held-out score are the reward model's."]
+        notes.append("Win rate against base and held-out score are the reward model's.")
     for name, games in report.get("pairwise", {}).items():
         counts = f"{games['wins']} wins, {games['ties']} ties, {games['losses']} losses"
         rate = _figure(games["win_rate_adjusted"], 3)
-        lines += ["", f"{name} against base, by the judge: {counts}; {rate} with ties half."]
+        notes.append(f"{name} against base, by the judge: {counts}; {rate} with ties half.")
     failed = {n: s["coverage"] for n, s in report["questions"].items() if s["coverage"] < 1.0}
     if failed:
         covered = ", ".join(f"{name} {coverage:.1%}" for name, coverage in failed.items())
-        lines += ["", f"Judgments with a score: {covered}; the others enter no mean."]
+        notes.append(f"Judgments with a score: {covered}; the others enter no mean.")
     gate = report.get("gate", {})
     if gate.get("verdict"):
-        lines += ["", f"Gate: {gate['model']} {gate['verdict']}."]
-        lines += [f"- {check['name']}: {check_text(check)}" for check in gate["checks"]]
-    return lines
+        checks = [f"- {check['name']}: {check_text(check)}" for check in gate["checks"]]
+        notes.append("\n".join([f"Gate: {gate['model']} {gate['verdict']}.", *checks]))
+    return notes
 
 
 def check_text(check: Mapping[str, Any]) -> str:
@@ -101,92 +98,82 @@ def _figure(value: float | None, digits: int) -> str:
 
 def _said(found: Sequence[ModelAnswer], question: Question, turn: int) -> str:
     matching = [answer for answer in found if answer.question_id == question.question_id]
-    return _safe(matching[0].turns[turn]) if matching else ""
-
-
-def _safe(text: str) -> str:
-    return html.escape(" ".join(text.split()))
+    return cell(matching[0].turns[turn]) if matching else ""
 
 
 def plot_scores(report: Mapping[str, Any], path: Path) -> None:
     """Draw the mean score of each model by question category, as bars."""
-    from matplotlib.figure import Figure
-
-    names = list(report["questions"])
-    categories = list(report["questions"][names[0]]["categories"])
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    means, categories = _means(report), _categories(report)
+    width = 0.8 / len(means)
+    figure = plots.new_figure(9, 4)
     axes = figure.subplots()
-    width = 0.8 / len(names)
-    for offset, name in enumerate(names):
+    for offset, (name, values) in enumerate(means.items()):
         places = [index + offset * width for index in range(len(categories))]
-        axes.bar(places, _values(report, name, categories), width, label=name)
+        axes.bar(places, values, width, label=name)
     axes.set_xticks([index + 0.4 - width / 2 for index in range(len(categories))], categories)
     axes.tick_params(axis="x", rotation=30)
     axes.set_ylabel(_unit(report))
     axes.axhline(0.0, color="black", linewidth=0.8)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.savefig(path, dpi=120)
+    plots.save(figure, path)
 
 
 def plot_radar(report: Mapping[str, Any], path: Path) -> bool:
     """Draw the same around a circle; with fewer than three categories nothing is drawn."""
-    from matplotlib.figure import Figure
-
-    names = list(report["questions"])
-    categories = list(report["questions"][names[0]]["categories"])
+    categories = _categories(report)
     if len(categories) < _FEWEST_SPOKES:
         return False
     angles = [2 * math.pi * index / len(categories) for index in range(len(categories))]
-    figure = Figure(figsize=(6, 5), layout="constrained")
+    figure = plots.new_figure(6, 5)
     axes = figure.add_subplot(projection="polar")
-    for name in names:
-        values = _values(report, name, categories)
+    for name, values in _means(report).items():
         axes.plot([*angles, angles[0]], [*values, values[0]], label=name)
     axes.set_xticks(angles, categories)
     if not _is_unbounded(report):
         axes.set_ylim(0.0, 10.0)
     axes.set_title(_unit(report), fontsize="small")
     axes.legend(loc="lower right", bbox_to_anchor=(1.25, -0.1), fontsize="small")
-    figure.savefig(path, dpi=120)
+    plots.save(figure, path)
     return True
 
 
-def _values(report: Mapping[str, Any], name: str, categories: Sequence[str]) -> list[float]:
-    """Return the means; a category without a valid judgment is a gap."""
-    means = report["questions"][name]["categories"]
-    return [math.nan if means.get(c) is None else means[c] for c in categories]
+def _categories(report: Mapping[str, Any]) -> list[str]:
+    first = next(iter(report["questions"].values()))
+    return list(first["categories"])
+
+
+def _means(report: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return the means of each model; a category without a valid judgment is a gap."""
+    return {
+        name: [
+            math.nan if (mean := section["categories"].get(category)) is None else mean
+            for category in _categories(report)
+        ]
+        for name, section in report["questions"].items()
+    }
 
 
 def _is_unbounded(report: Mapping[str, Any]) -> bool:
-    return bool(report.get("judge", "reward_model") == "reward_model")
+    return bool(report["judge"] == "reward_model")
 
 
 def _unit(report: Mapping[str, Any]) -> str:
-    if _is_unbounded(report):
-        return "reward model score (training s.d.)"
-    return "rating (1 to 10)"
+    return "reward model score (training s.d.)" if _is_unbounded(report) else "rating (1 to 10)"
 
 
-#
 # The evaluation as one page for a browser: questions, answers and judgments side by side.
-#
-# The page is a single file that needs no network. Everything that a model, a judge or a question
-# file wrote is escaped, and the page's policy lets no script run but its own.
 
-_UNSHOWN: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff]")
 _COLUMNS: Final = {
-    "turn 1": "turn_1",
-    "turn 2": "turn_2",
-    "mean": "mean",
-    "95 %": "interval",
-    "coverage": "coverage",
-    "cut": "truncated",
+    "turn 1": ("questions", "turn_1"),
+    "turn 2": ("questions", "turn_2"),
+    "mean": ("questions", "mean"),
+    "95 %": ("questions", "interval"),
+    "coverage": ("questions", "coverage"),
+    "cut": ("questions", "truncated"),
+    "held-out reward score": ("held_out", "mean_score"),
+    "reward win rate against base": ("held_out", "win_rate_against_base"),
+    "judged win rate against base": ("pairwise", "win_rate_adjusted"),
 }
-_HELD_OUT: Final = {
-    "held-out reward score": "mean_score",
-    "reward win rate against base": "win_rate_against_base",
-}
-_PAIRWISE: Final = {"judged win rate against base": "win_rate_adjusted"}
 
 
 def render_page(
@@ -202,139 +189,80 @@ def render_page(
     Args:
         images: PNG files by what they show.
     """
-    script = _resource("eval_page.js").strip()
-    template = Environment(autoescape=True).from_string(_resource("eval_page.html"))
-    judge = "the reward model" if report["judge"] == "reward_model" else report["judge"]
-    table = _Table(answers, scores, pairs)
-    page = template.render(
-        policy=_policy(script),
-        title=f"Evaluation by {judge}",
-        scale=report["scale"],
-        gate=_gate(report),
-        models=list(answers),
-        categories=sorted({question.category for question in questions}),
-        columns=[*_COLUMNS, *_HELD_OUT, *_PAIRWISE],
-        rows=[_row(report, name) for name in answers],
-        images=[_image(alt, path) for alt, path in (images or {}).items()],
-        questions=[table.question(question) for question in questions],
-        script=script,
-    )
-    return _UNSHOWN.sub("\ufffd", page)
+    given = {name: {a.question_id: a for a in found} for name, found in answers.items()}
+    judged = _grouped(scores, lambda score: (score.question_id, score.turn, score.model_id))
+    games = _grouped(pairs, lambda pair: (pair.question_id, pair.turn))
 
-
-class _Table:
-    """Answers and judgments by question and turn."""
-
-    def __init__(
-        self,
-        answers: Mapping[str, Sequence[ModelAnswer]],
-        scores: Sequence[Score],
-        pairs: Sequence[PairJudgment],
-    ) -> None:
-        self.answers = {
-            name: {answer.question_id: answer for answer in given}
-            for name, given in answers.items()
-        }
-        self.scores: dict[tuple[int, int, str], list[Score]] = {}
-        for score in scores:
-            key = (score.question_id, score.turn, score.model_id)
-            self.scores.setdefault(key, []).append(score)
-        self.pairs: dict[tuple[int, int], list[PairJudgment]] = {}
-        for pair in pairs:
-            self.pairs.setdefault((pair.question_id, pair.turn), []).append(pair)
-
-    def question(self, question: Question) -> dict[str, Any]:
-        return {
-            "id": question.question_id,
-            "category": question.category,
-            "turns": [self._turn(question, turn) for turn in (1, 2)],
-        }
-
-    def _turn(self, question: Question, turn: int) -> dict[str, Any]:
-        reference = (*(question.reference or ()), "", "")[turn - 1]
-        return {
-            "asked": question.turns[turn - 1],
-            "reference": reference,
-            "sides": [self._side(question.question_id, turn, name) for name in self.answers],
-            "games": [_game(pair) for pair in self.pairs.get((question.question_id, turn), [])],
-        }
-
-    def _side(self, question_id: int, turn: int, name: str) -> dict[str, Any]:
-        answer = self.answers[name].get(question_id)
+    def side(question_id: int, turn: int, name: str) -> dict[str, Any]:
+        answer = given[name].get(question_id)
         return {
             "model": name,
             "answer": answer.turns[turn - 1] if answer else "",
             "truncated": bool(answer and answer.truncated[turn - 1]),
-            "scores": [_judged(s) for s in self.scores.get((question_id, turn, name), [])],
+            "scores": judged.get((question_id, turn, name), []),
         }
 
+    def turn_of(question: Question, turn: int) -> dict[str, Any]:
+        return {
+            "asked": question.turns[turn - 1],
+            "reference": (*(question.reference or ()), "", "")[turn - 1],
+            "sides": [side(question.question_id, turn, name) for name in answers],
+            "games": games.get((question.question_id, turn), []),
+        }
 
-def _judged(score: Score) -> dict[str, Any]:
-    return {
-        "valid": score.score is not None,
-        "shown": "failed" if score.score is None else _page_figure(score.score),
-        "judgment": score.judgment,
-        "failure": score.failure,
-    }
+    return render_html(
+        "tasks.evaluate",
+        "eval_page",
+        title=f"Evaluation by {_judge_of(report)}",
+        scale=report["scale"],
+        gate=report.get("gate", {}),
+        check_text=check_text,
+        models=list(answers),
+        categories=sorted({question.category for question in questions}),
+        columns=list(_COLUMNS),
+        rows={
+            name: [
+                _cell(key, report.get(section, {}).get(name, {}).get(key))
+                for section, key in _COLUMNS.values()
+            ]
+            for name in answers
+        },
+        images={
+            alt: base64.b64encode(path.read_bytes()).decode()
+            for alt, path in (images or {}).items()
+        },
+        questions=[
+            {
+                "id": question.question_id,
+                "category": question.category,
+                "turns": [turn_of(question, turn) for turn in (1, 2)],
+            }
+            for question in questions
+        ],
+        winner=_winner,
+    )
 
 
-def _game(pair: PairJudgment) -> dict[str, Any]:
+def _grouped(found: Sequence[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    groups: dict[K, list[T]] = {}
+    for one in found:
+        groups.setdefault(key(one), []).append(one)
+    return groups
+
+
+def _winner(pair: PairJudgment) -> str:
     outcome = {"A": f"{pair.model_1} wins", "B": f"{pair.model_2} wins", "tie": "tie"}
-    winner = pair.winner
-    shown = "failed" if winner is None else outcome[winner]
-    return {
-        "title": f"{pair.model_1} against {pair.model_2}, both orders: {shown}",
-        "texts": [text for text in pair.texts if text],
-    }
-
-
-def _row(report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = report["questions"][name]
-    held_out = report["held_out"].get(name, {})
-    cells = [_cell(key, section.get(key)) for key in _COLUMNS.values()]
-    cells += [_cell(key, held_out.get(key)) for key in _HELD_OUT.values()]
-    games = report.get("pairwise", {}).get(name, {})
-    cells += [_cell(key, games.get(key)) for key in _PAIRWISE.values()]
-    return {"name": name, "cells": cells}
+    return "failed" if pair.winner is None else outcome[pair.winner]
 
 
 def _cell(key: str, value: Any) -> str:
     if value is None:
         return "-"
     if key == "interval":
-        return f"{value[0]:.2f} to {value[1]:.2f}"
+        return interval(value[0], value[1], ".2f")
     if key == "coverage":
         return f"{value:.1%}"
     return str(value) if isinstance(value, int) else f"{value:.3f}"
-
-
-def _page_figure(value: float) -> str:
-    return f"{value:.4g}"
-
-
-def _gate(report: Mapping[str, Any]) -> dict[str, Any] | None:
-    gate = report.get("gate", {})
-    if not gate.get("verdict"):
-        return None
-    checks = [f"{check['name']}: {check_text(check)}" for check in gate["checks"]]
-    return {"model": gate["model"], "verdict": gate["verdict"], "checks": checks}
-
-
-def _image(alt: str, path: Path) -> dict[str, str]:
-    return {"alt": alt, "content": base64.b64encode(path.read_bytes()).decode()}
-
-
-def _policy(script: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _resource(name: str) -> str:
-    return files("tasks.evaluate").joinpath(name).read_text("utf-8")
 
 
 # What an evaluation found, as the plain values of ``report.json``.

@@ -16,6 +16,8 @@ import pyarrow.compute as pc
 
 from tasks.data.hh import SPLITS
 from tasks.data.quarantine import REASONS
+from tasks.report import plots
+from tasks.report.page import cell, join, table
 
 # What an ingested dataset holds, counted while it is written; memory stays bounded.
 
@@ -31,17 +33,6 @@ _SMALL: Final = 2**14
 _PENDING_ROWS: Final = 2**18
 
 Array = np.ndarray[Any, Any]
-
-
-@dataclass(frozen=True)
-class Example:
-    """The first row that was left out for a reason."""
-
-    source_file: str
-    source_line: int
-    detail: str
-    raw: str
-    is_cut: bool
 
 
 class DistinctCounter:
@@ -98,6 +89,7 @@ class Summary:
         kept_of, left_out_of: rows by (source, subset).
         lengths: for prompt, chosen and rejected: pairs by their characters.
         margins: pairs by characters of chosen minus rejected, in bins of 100.
+        examples: the first row that was left out for each reason.
         shared_rows: validation and test rows whose conversation begins like one of train.
     """
 
@@ -109,7 +101,7 @@ class Summary:
     left_out_of: Counter[tuple[str, str]] = field(default_factory=Counter)
     split_of: Counter[tuple[str, str]] = field(default_factory=Counter)
     lengths: dict[str, Counter[int]] = field(default_factory=dict)
-    examples: dict[str, Example] = field(default_factory=dict)
+    examples: dict[str, dict[str, Any]] = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
     longer_points: float = 0.0
     not_alternating: int = 0
@@ -173,21 +165,14 @@ class Summary:
 
     def add_left_out(self, entry: dict[str, Any]) -> None:
         """Count one row that was left out."""
-        reason, raw = entry["reason"], entry["raw"]
+        reason = entry["reason"]
         self.reasons[reason] += 1
         self.left_out_of[entry["source"], entry["subset"]] += 1
         named = self.lines.setdefault(reason, [])
         if len(named) < _NAMED_LINES:
             line = str(entry["source_line"])
             named.append(f"{entry['source_file']}:{line}" if self.has_many_files else line)
-        if reason not in self.examples:
-            self.examples[reason] = Example(
-                entry["source_file"],
-                entry["source_line"],
-                entry["detail"],
-                raw[:_EXAMPLE_CHARS],
-                len(raw) > _EXAMPLE_CHARS,
-            )
+        self.examples.setdefault(reason, entry)
 
     def name_left_out(self) -> str:
         """Return how many rows were left out and, by reason, their lines."""
@@ -240,105 +225,75 @@ _QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 def render_card(name: str, source_names: Sequence[str], summary: Summary) -> str:
     """Return the data card; it depends on nothing but the data."""
-    sections = [
-        f"# Preference pairs: {name}",
-        f"{_sources(source_names)}: {summary.rows} rows, {summary.kept} kept, "
-        f"{summary.left_out} quarantined.",
-        "## Splits",
-        _split_table(summary, summary.prompts()),
-        "A prompt belongs to one split, with all its pairs. "
-        f"{summary.shared_rows} validation and test pairs begin like a conversation of train.",
-        "## Sources",
-        _source_table(summary),
-        "## Lengths in characters",
-        _length_table(summary),
-        f"The longer response is the chosen one in {summary.longer_wins_share:.1%} of the pairs "
-        "(equal length counts half).",
-        f"Turns in a row with the same role: {summary.not_alternating} pairs, kept (column "
-        "`alternating`).",
-        f"Rows that repeat an earlier one: {summary.duplicate_share:.2%}.",
-        *_flag_section(summary.flags),
-        "## Quarantined rows",
-        *_quarantine_sections(summary),
-    ]
-    return "\n\n".join(sections) + "\n"
+    shown = ", ".join(f"`{name}`" for name in source_names[:8])
+    more = f" and {len(source_names) - 8} more files" if len(source_names) > 8 else ""
+    flags = [(name, summary.flags[name]) for name in REASONS if name in summary.flags]
+    reasons = [reason for reason in REASONS if summary.reasons[reason]]
+    return join(
+        [
+            f"# Preference pairs: {name}",
+            f"Source {shown}{more}: {summary.rows} rows, {summary.kept} kept, "
+            f"{summary.left_out} quarantined.",
+            "## Splits",
+            _split_table(summary),
+            "A prompt belongs to one split, with all its pairs. "
+            f"{summary.shared_rows} validation and test pairs begin like a conversation of train.",
+            "## Sources",
+            _source_table(summary),
+            "## Lengths in characters",
+            _length_table(summary),
+            f"The longer response is the chosen one in {summary.longer_wins_share:.1%} of the "
+            "pairs (equal length counts half).",
+            f"Turns in a row with the same role: {summary.not_alternating} pairs, kept (column "
+            "`alternating`).",
+            f"Rows that repeat an earlier one: {summary.duplicate_share:.2%}.",
+            *(["## Kept with a flag", table(("flag", "pairs"), flags)] if flags else []),
+            "## Quarantined rows",
+            "" if reasons else "None.",
+            *(_reason_section(reason, summary) for reason in reasons),
+        ]
+    )
 
 
-def _sources(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:8])
-    more = f" and {len(names) - 8} more files" if len(names) > 8 else ""
-    return f"Source {shown}{more}"
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _split_table(summary: Summary, prompts: Mapping[str, int]) -> str:
+def _split_table(summary: Summary) -> str:
+    prompts = summary.prompts()
     rows = [(name, summary.splits[name], prompts[name]) for name in SPLITS]
-    return _table(("split", "pairs", "prompts"), rows)
+    return table(("split", "pairs", "prompts"), rows)
 
 
 def _source_table(summary: Summary) -> str:
     places = sorted({*summary.kept_of, *summary.left_out_of})
     rows = [
-        (source, subset, summary.kept_of[source, subset], summary.left_out_of[source, subset])
-        for source, subset in places
+        (*map(cell, place), summary.kept_of[place], summary.left_out_of[place]) for place in places
     ]
-    return _table(("source", "subset", "kept", "quarantined"), rows)
+    return table(("source", "subset", "kept", "quarantined"), rows)
 
 
 def _length_table(summary: Summary) -> str:
-    header = ("text", *(f"{q:.0%}" for q in _QUANTILES))
     rows = [
         (name, *(quantile(counts, q) for q in _QUANTILES))
         for name, counts in summary.lengths.items()
     ]
-    return _table(header, rows)
+    return table(("text", *(f"{q:.0%}" for q in _QUANTILES)), rows)
 
 
-def _flag_section(flags: Mapping[str, int]) -> list[str]:
-    if not flags:
-        return []
-    rows = [(name, flags[name]) for name in REASONS if name in flags]
-    return ["## Kept with a flag", _table(("flag", "pairs"), rows)]
-
-
-def _quarantine_sections(summary: Summary) -> list[str]:
-    found = [reason for reason in REASONS if summary.reasons[reason]]
-    if not found:
-        return ["None."]
-    return [
-        _reason_section(reason, summary.reasons[reason], summary.examples[reason])
-        for reason in found
-    ]
-
-
-def _reason_section(reason: str, count: int, first: Example) -> str:
+def _reason_section(reason: str, summary: Summary) -> str:
+    first = summary.examples[reason]
     # JSON escapes keep control characters of a broken row out of the page.
-    raw = json.dumps(first.raw, ensure_ascii=False)
-    ending = " ..." if first.is_cut else ""
+    raw = json.dumps(first["raw"][:_EXAMPLE_CHARS], ensure_ascii=False)
+    ending = " ..." if len(first["raw"]) > _EXAMPLE_CHARS else ""
     return (
-        f"### {reason}: {count}\n\n"
-        f"First at line {first.source_line} of `{first.source_file}`: {first.detail}\n\n"
+        f"### {reason}: {summary.reasons[reason]}\n\n"
+        f"First at line {first['source_line']} of `{first['source_file']}`: {first['detail']}\n\n"
         f"    {raw}{ending}"
     )
 
 
-#
-# Plots of the data card, as SVG.
-#
-# They are a few hundred lines of text, written here: a plotting library takes longer to import and
-# to draw them than a hundred thousand rows take to parse.
+# The plots, as SVG written here: matplotlib takes half a second to import and to draw them, and a
+# hundred thousand rows are ingested in one and a half.
 
-_COLOURS: Final = {"prompt": "#666666", "chosen": "#0072B2", "rejected": "#D55E00"}
-_SPLIT_COLOURS: Final = {"train": "#0072B2", "validation": "#E69F00", "test": "#009E73"}
-_QUARANTINE_COLOUR: Final = "#D55E00"
+_COLOURS: Final = {"prompt": plots.GREY, "chosen": plots.BLUE, "rejected": plots.ORANGE}
+_SPLIT_COLOURS: Final = {"train": plots.BLUE, "validation": plots.YELLOW, "test": plots.GREEN}
 _BINS: Final = 40
 _FONT: Final = 'font-family="sans-serif" font-size="12"'
 _TICKS: Final = 5
@@ -348,11 +303,9 @@ _LONGEST_NAME: Final = 30
 
 def draw_plots(summary: Summary, directory: Path) -> list[Path]:
     """Write ``lengths.svg`` and ``rows.svg``; return them."""
-    drawings = {"lengths": _draw_lengths(summary), "rows": _draw_rows(summary)}
-    files = []
-    for name, drawing in drawings.items():
-        files.append(directory / f"{name}.svg")
-        files[-1].write_text(drawing.finish(), encoding="utf-8")
+    files = [directory / "lengths.svg", directory / "rows.svg"]
+    files[0].write_text(_draw_lengths(summary).finish(), encoding="utf-8")
+    files[1].write_text(_draw_rows(summary).finish(), encoding="utf-8")
     return files
 
 
@@ -442,7 +395,7 @@ def _draw_rows(summary: Summary) -> _Drawing:
     drawing.legend((470, 60), _SPLIT_COLOURS)
     title = "Quarantined, by reason" if reasons else "Nothing quarantined"
     drawing.text((870, 22), title, "middle")
-    _draw_bars(drawing, (580, 1080), reasons, [_QUARANTINE_COLOUR])
+    _draw_bars(drawing, (580, 1080), reasons, [plots.ORANGE])
     return drawing
 
 

@@ -6,10 +6,18 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tasks.config.shared import PositiveInt, RenderingConfig, Section, Share, StageConfig, setting
+from tasks.config.shared import (
+    UNNAMED,
+    PositiveInt,
+    RenderingConfig,
+    RowForm,
+    Section,
+    Share,
+    SourceConfig,
+    StageConfig,
+    setting,
+)
 from tasks.data.quarantine import REASONS, UNUSABLE, Action
-
-RowForm = Literal["auto", "hh", "prompt", "messages", "scored", "verl"]
 
 
 class DemoWorldConfig(Section):
@@ -19,30 +27,6 @@ class DemoWorldConfig(Section):
     flip_rate: float = Field(
         0.1, ge=0.0, lt=0.5, description="Share of pairs whose label is wrong on purpose."
     )
-
-
-class SourceConfig(Section):
-    """One source of several."""
-
-    name: str = Field(min_length=1, description="Stored with each row.")
-    path: str = Field(
-        min_length=1,
-        description="A file, a glob, a directory, or a hub data set: owner/name.",
-    )
-    format: RowForm = Field("auto", description="Format of the rows; auto looks at their fields.")
-    weight: float = Field(
-        1.0,
-        gt=0.0,
-        le=1.0,
-        description="Share of the source's conversations that is taken, by seeded hash.",
-    )
-    subset_column: str | None = Field(
-        None, description="Field of a row that names its subset; null: the folder of the file."
-    )
-    hub_subset: str | None = Field(None, description="Configuration of a hub data set.")
-    hub_dir: str | None = Field(None, description="Directory in a hub data set (data_dir).")
-    hub_split: str = Field("train", description="Split of a hub data set.")
-    revision: str | None = Field(None, description="Commit, tag or branch of a hub data set.")
 
 
 class SplitConfig(Section):
@@ -113,6 +97,13 @@ class IngestConfig(StageConfig):
     workers: PositiveInt | None = setting(
         None, description="Processes that parse; null: one for each core."
     )
+
+    @property
+    def all_sources(self) -> tuple[SourceConfig, ...]:
+        """The sources; a single one is named after its subset."""
+        if self.sources:
+            return self.sources
+        return (SourceConfig(name=UNNAMED, path=self.source, format=self.format),)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

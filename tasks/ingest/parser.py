@@ -16,6 +16,7 @@ import orjson
 import pyarrow as pa
 
 from tasks.artifacts import PreferenceDataset
+from tasks.config.shared import RenderingConfig
 from tasks.data.hh import (
     ID_DIGITS,
     SPLITS,
@@ -58,7 +59,6 @@ from tasks.ingest.chunks import (
 )
 from tasks.ingest.plain_rows import PlainPairs, parse_plain, two_columns, two_texts
 from tasks.ingest.rows import Judge, Row, check_characters, decode_object, read_row, storable
-from tasks.pipeline_config import RenderingConfig
 
 _ALTERNATING: Final = [["user", "assistant"] * (n // 2) + ["user"] * (n % 2) for n in range(200)]
 Array = np.ndarray[Any, Any]

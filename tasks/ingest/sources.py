@@ -13,7 +13,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from tasks.data.hub import stream_rows
 from tasks.data.source import (
     GZIP_ERRORS,
     MAX_LINE_BYTES,
@@ -23,6 +22,7 @@ from tasks.data.source import (
     is_parquet,
     open_parquet_source,
     open_text,
+    stream_rows,
     unreadable,
 )
 from tasks.errors import DataError

@@ -25,6 +25,7 @@ from tasks.data.source import InputFile, check_same_columns
 from tasks.errors import ArtifactError, ConfigError, DataError
 from tasks.ingest.card import Summary, draw_plots, render_card
 from tasks.ingest.chunks import ChunkResult, ParseOptions
+from tasks.ingest.config import IngestConfig
 from tasks.ingest.dataset import (
     Assembly,
     DecisionFile,
@@ -37,7 +38,6 @@ from tasks.ingest.dataset import (
 )
 from tasks.ingest.pool import parse_chunks
 from tasks.ingest.sources import check_file, cut_into_jobs, size_of
-from tasks.pipeline_config import IngestConfig
 
 # Below this a process takes longer to start than the rows take to parse.
 _SMALL_SOURCE_BYTES: Final = 2 * 2**20

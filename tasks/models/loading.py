@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -76,11 +76,6 @@ def read_header(path: Path) -> dict[str, Any]:
     return dict(header)
 
 
-def tensor_names(directory: Path) -> set[str]:
-    """Return the names of all tensors of a model directory."""
-    return {name for file in list_weight_files(directory) for name in read_header(file)}
-
-
 def count_parameters(files: Iterable[Path]) -> int:
     """Count the elements of all tensors in the files."""
     headers = (read_header(file) for file in files)
@@ -121,57 +116,52 @@ def _broken(path: Path, detail: str) -> ModelError:
     )
 
 
-__all__ = ["load_causal_lm", "load_reward_model", "load_student", "load_tokenizer"]
-
-_HEAD: Final = "score.weight"
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 _ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _SHOWN: Final = 4
 
 
-def load_causal_lm(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a language model, in evaluation mode.
+def load_causal_lm(path: Path) -> Any:
+    """Load a language model in fp32, in evaluation mode.
 
     Raises:
         ModelError: no such model, or its tensors are not exactly those of its architecture.
     """
-    return _load(AutoModelForCausalLM, path, dtype)
-
-
-def load_reward_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a reward model: a backbone with one score per token, in evaluation mode.
-
-    Raises:
-        ModelError: no such model, it has no trained score head, or its tensors are not exactly
-            those of its architecture.
-    """
-    if path.is_dir() and _HEAD not in tensor_names(path):
+    if not path.is_dir():
         raise ModelError(
-            f"{path} has no score head",
-            expected=f"a reward model, with the tensor {_HEAD}; a new head would score at random",
-            fix="name the directory that reward model training wrote, not its base model",
+            f"{path} is not a directory",
+            expected="a model directory in transformers format",
+            fix="correct the path, or resolve a hub id first",
         )
-    return _load(AutoModelForTokenClassification, path, dtype, num_labels=1)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=torch.float32,
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    # transformers raises OSError, ValueError, RuntimeError or a safetensors error here.
+    except Exception as error:
+        raise _unloadable(path, f"does not load: {error}") from error
+    _refuse_differences(path, info["missing_keys"], info["unexpected_keys"])
+    return model.eval()
 
 
-def load_student(base_path: Path, adapter_path: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a base model with a LoRA adapter on it, in evaluation mode.
+def load_student(base_path: Path, adapter_path: Path) -> Any:
+    """Load a base model with a LoRA adapter on it in fp32, in evaluation mode.
 
     Raises:
         ModelError: either is missing, or the adapter's tensors are not exactly those that its
             config puts on this base.
     """
-    return _adapt(load_causal_lm(base_path, dtype), base_path, adapter_path)
+    return _adapt(load_causal_lm(base_path), base_path, adapter_path)
 
 
 def load_adapted_reward_model(base_path: Path, adapter_path: Path) -> Any:
     """Load a reward model that is an adapter and a value head on a language model, in evaluation
-    mode, in fp32.
-
-    Raises:
-        ModelError: either is missing, or the adapter's tensors are not exactly those that its
-            config puts on this base, the head included.
-    """
+    mode, in fp32; errors as in `load_student`, the head's included."""
     return _adapt(new_reward_model(base_path), base_path, adapter_path)
 
 
@@ -207,30 +197,6 @@ def _adapt(base: Any, base_path: Path, adapter_path: Path) -> Any:
     missing = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
     _refuse_differences(adapter_path, missing, result.unexpected_keys)
     return adapted.eval()
-
-
-def _load(auto_class: Any, path: Path, dtype: torch.dtype, **options: Any) -> Any:
-    if not path.is_dir():
-        raise ModelError(
-            f"{path} is not a directory",
-            expected="a model directory in transformers format",
-            fix="correct the path, or resolve a hub id first",
-        )
-    try:
-        model, info = auto_class.from_pretrained(
-            str(path),
-            dtype=dtype,
-            output_loading_info=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            **options,
-        )
-    # transformers raises OSError, ValueError, RuntimeError or a safetensors error here.
-    except Exception as error:
-        raise _unloadable(path, f"does not load: {error}") from error
-    _refuse_differences(path, info["missing_keys"], info["unexpected_keys"])
-    return model.eval()
 
 
 def _refuse_differences(path: Path, missing: Iterable[str], unexpected: Iterable[str]) -> None:
@@ -270,9 +236,7 @@ def merge_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
     Raises:
         ModelError: base and adapter do not fit.
     """
-    merged = load_student(base_dir, adapter_dir).merge_and_unload()
-    merged.save_pretrained(str(merged_dir))
-    load_tokenizer(base_dir).save_pretrained(str(merged_dir))
+    _save(load_student(base_dir, adapter_dir).merge_and_unload(), base_dir, merged_dir)
 
 
 def merge_reward_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) -> None:
@@ -281,9 +245,8 @@ def merge_reward_adapter(base_dir: Path, adapter_dir: Path, merged_dir: Path) ->
     Raises:
         ModelError: base and adapter do not fit, or the adapter has no value head.
     """
-    merged = load_adapted_reward_model(base_dir, adapter_dir).merge_and_unload()
-    merged.save_pretrained(str(merged_dir))
-    load_tokenizer(base_dir).save_pretrained(str(merged_dir))
+    adapted = load_adapted_reward_model(base_dir, adapter_dir)
+    _save(adapted.merge_and_unload(), base_dir, merged_dir)
 
 
 @torch.no_grad()
@@ -298,17 +261,10 @@ def write_reward_model(base_dir: Path, head: Tensor, directory: Path) -> None:
     model = new_reward_model(base_dir)
     model.score.weight.copy_(head[None])
     model.score.bias.zero_()
+    _save(model, base_dir, directory)
+
+
+def _save(model: Any, base_dir: Path, directory: Path) -> None:
+    """Write a model with the tokenizer of its base."""
     model.save_pretrained(str(directory))
     load_tokenizer(base_dir).save_pretrained(str(directory))
-
-
-@torch.no_grad()
-def response_logprobs(
-    model: torch.nn.Module, prompt_ids: Sequence[int], response_ids: Sequence[int]
-) -> Tensor:
-    """Return the log-probability of each response token by a plain forward pass, shape (T,)."""
-    ids = torch.tensor([[*prompt_ids, *response_ids]])
-    logits = model(ids).logits[0, len(prompt_ids) - 1 : -1].float()
-    labels = ids[0, len(prompt_ids) :]
-    logprobs: Tensor = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
-    return logprobs

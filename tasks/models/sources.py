@@ -7,7 +7,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tasks.artifacts import file_sha256
-from tasks.data.rendering import find_end_of_turn, load_tokenizer
+from tasks.data.rendering import find_answer_frame, load_tokenizer
 from tasks.errors import ConfigError, ModelError, RlhfError
 from tasks.models import packages
 from tasks.models.loading import count_parameters, list_weight_files
@@ -58,27 +58,14 @@ _FINGERPRINTED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """A checked model directory.
+    """A checked model directory in transformers format.
 
-    Attributes:
-        path: local directory in transformers format.
-        name: what to call it: hub id, package source or directory name.
-        revision: commit of a hub model, version of a package; None for a local directory.
-        end_of_turn_id: token that the chat template puts after a response.
-        pad_token_id: the tokenizer's own, else another special token than the end of turn if
-            there is one, since a padding mask made by comparing ids would hide the latter.
-        architecture: class name from config.json.
-        n_parameters: elements in the weight files; tied weights are counted once.
-        fingerprint: sha256 over config, tokenizer files and weight files.
+    Args:
+        path: local directory.
+        fingerprint: SHA-256 over config, tokenizer files and weight files.
     """
 
     path: Path
-    name: str
-    revision: str | None
-    end_of_turn_id: int
-    pad_token_id: int
-    architecture: str
-    n_parameters: int
     fingerprint: str
 
 
@@ -112,7 +99,7 @@ def resolve_model(source: str, *, revision: str | None = None, cache_dir: Path) 
                 expected="a revision with hub ids only",
                 fix="remove the revision, or name a hub id",
             )
-        return _inspect(directory.resolve(), name=directory.resolve().name, revision=None)
+        return _inspect(directory.resolve())
     if not _HUB_ID.fullmatch(source):
         raise ModelError(
             f"The model source {source!r} is neither a directory here nor a hub id",
@@ -120,8 +107,7 @@ def resolve_model(source: str, *, revision: str | None = None, cache_dir: Path) 
             f"{packages.PREFIX}NAME, or 'tiny'",
             fix="correct the path; a relative one starts at the working directory",
         )
-    snapshot = _download(source, revision, cache_dir)
-    return _inspect(snapshot, name=source, revision=snapshot.name)
+    return _inspect(_download(source, revision, cache_dir))
 
 
 def _resolve_package(source: str, revision: str | None, cache_dir: Path) -> ResolvedModel:
@@ -132,8 +118,7 @@ def _resolve_package(source: str, revision: str | None, cache_dir: Path) -> Reso
             expected=f"no revision: the package is always version {package.version}",
             fix="remove the revision",
         )
-    directory = packages.load_package(name, cache_dir)
-    return _inspect(directory, name=source, revision=package.version)
+    return _inspect(packages.load_package(name, cache_dir))
 
 
 def _download(hub_id: str, revision: str | None, cache_dir: Path) -> Path:
@@ -170,48 +155,22 @@ def _download(hub_id: str, revision: str | None, cache_dir: Path) -> Path:
     return Path(snapshot)
 
 
-def _inspect(directory: Path, name: str, revision: str | None) -> ResolvedModel:
-    architecture = _read_architecture(directory)
+def _inspect(directory: Path) -> ResolvedModel:
+    _check_architecture(directory)
     weight_files = list_weight_files(directory)
-    n_parameters = count_parameters(weight_files)
+    count_parameters(weight_files)  # which reads their headers: a torn file is refused
     if not any((directory / file).is_file() for file in _TOKENIZER_FILES):
         raise ModelError(
             f"{directory} holds no tokenizer",
             expected="tokenizer.json, or one of " + ", ".join(_TOKENIZER_FILES[1:]),
             fix="save the model's tokenizer there: tokenizer.save_pretrained(directory)",
         )
-    tokenizer = load_tokenizer(directory)
-    end_of_turn_id = find_end_of_turn(tokenizer)
-    return ResolvedModel(
-        path=directory,
-        name=name,
-        revision=revision,
-        end_of_turn_id=end_of_turn_id,
-        pad_token_id=choose_pad_token_id(tokenizer, end_of_turn_id),
-        architecture=architecture,
-        n_parameters=n_parameters,
-        fingerprint=_fingerprint(directory, weight_files),
-    )
+    find_answer_frame(load_tokenizer(directory), str(directory))
+    return ResolvedModel(directory, _fingerprint(directory, weight_files))
 
 
-def choose_pad_token_id(tokenizer: Any, end_of_turn_id: int) -> int:
-    """Return the pad token's id, derived where the tokenizer defines none or the end of turn.
-
-    The choice is the tokenizer's pad token, its unknown token, another special token that is not
-    one of a dialogue's own (named with "pad", "unused" or "reserved"), or else the end of turn.
-    """
-    named = [tokenizer.pad_token_id, tokenizer.unk_token_id]
-    spare = [
-        token_id
-        for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special and re.search(r"pad|unused|reserved", token.content, re.IGNORECASE)
-    ]
-    usable = (i for i in (*named, *spare) if i is not None and i != end_of_turn_id)
-    return int(next(usable, end_of_turn_id))
-
-
-def _read_architecture(directory: Path) -> str:
-    """Return the class name in config.json, after checking what loading relies on."""
+def _check_architecture(directory: Path) -> None:
+    """Refuse a config.json that names no language model which transformers has built in."""
     path = directory / "config.json"
     if not path.is_file():
         adapter = (directory / "adapter_config.json").is_file()
@@ -241,7 +200,6 @@ def _read_architecture(directory: Path) -> str:
             "a model's own code is not run",
             fix="name another model, or the base model of this one",
         )
-    return architecture
 
 
 def _fingerprint(directory: Path, weight_files: list[Path]) -> str:

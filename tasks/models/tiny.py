@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
-import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +16,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from tasks.artifacts import appearing_directory
+from tasks.config.shared import TinyModelConfig
 from tasks.errors import ConfigError
 
 PAD: Final = "<|pad|>"
@@ -32,7 +30,9 @@ ROLES: Final = {
 }
 MAX_PARAMETERS: Final = 2_000_000
 
-_N_BYTES: Final = 256
+_ROPE_THETA: Final = 10_000.0
+_INITIALIZER_RANGE: Final = 0.06
+_SMALLEST_VOCABULARY: Final = 256 + 3 + len(ROLES)  # every byte and the special tokens
 # One token marks a role and one ends a turn, so that a short dialogue stays short.
 _CHAT_TEMPLATE: Final = (
     "{{ bos_token }}"
@@ -46,116 +46,51 @@ _CHAT_TEMPLATE: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TinySpec:
-    """Size of the tiny model.
+def _feed_forward_size(spec: TinyModelConfig) -> int:
+    return 3 * spec.hidden_size
 
-    Attributes:
-        hidden_size: width of the residual stream.
-        n_layers: transformer blocks.
-        n_heads: attention heads; each has keys and values of its own.
-        vocab_size: byte-level BPE tokens at most, special ones included; texts with few distinct
-            words have no more to merge before that.
-        max_position_embeddings: longest sequence in tokens.
-        rope_theta: base of the rotary position frequencies.
-        initializer_range: standard deviation of the initial weights.
-    """
 
-    hidden_size: int = 128
-    n_layers: int = 2
-    n_heads: int = 4
-    vocab_size: int = 512
-    max_position_embeddings: int = 512
-    rope_theta: float = 10_000.0
-    initializer_range: float = 0.06
-
-    def __post_init__(self) -> None:
-        self._check_shape()
-        if self.n_parameters > MAX_PARAMETERS:
-            raise ConfigError(
-                f"The tiny model would have {self.n_parameters} parameters",
-                expected=f"at most {MAX_PARAMETERS}",
-                fix="lower hidden_size, n_layers or vocab_size, or name a real model as source",
-            )
-
-    @property
-    def intermediate_size(self) -> int:
-        """Return the width of the gated feed-forward layer."""
-        return 3 * self.hidden_size
-
-    @property
-    def n_parameters(self) -> int:
-        """Count weights at the full vocabulary; the embeddings are tied, there are no biases."""
-        attention = 4 * self.hidden_size**2
-        feed_forward = 3 * self.hidden_size * self.intermediate_size
-        block = attention + feed_forward + 2 * self.hidden_size
-        return self.vocab_size * self.hidden_size + self.n_layers * block + self.hidden_size
-
-    def _check_shape(self) -> None:
-        smallest_vocab = _N_BYTES + 3 + len(ROLES)
-        if self.vocab_size < smallest_vocab:
-            raise ConfigError(
-                f"vocab_size is {self.vocab_size}",
-                expected=f"at least {smallest_vocab}: every byte and the special tokens",
-                fix="raise vocab_size",
-            )
-        if min(self.hidden_size, self.n_layers, self.n_heads, self.max_position_embeddings) < 1:
-            raise ConfigError(f"A size in {self} is below 1", "positive sizes", "raise it")
-        if self.hidden_size % (2 * self.n_heads):
-            raise ConfigError(
-                f"hidden_size {self.hidden_size} does not fit {self.n_heads} heads",
-                expected="an even width per head, since rotary positions pair up dimensions",
-                fix="make hidden_size a multiple of 2 * n_heads",
-            )
+def count_tiny_parameters(spec: TinyModelConfig) -> int:
+    """Count weights at the full vocabulary; the embeddings are tied, there are no biases."""
+    attention = 4 * spec.hidden_size**2
+    feed_forward = 3 * spec.hidden_size * _feed_forward_size(spec)
+    block = attention + feed_forward + 2 * spec.hidden_size
+    return spec.vocab_size * spec.hidden_size + spec.n_layers * block + spec.hidden_size
 
 
 def build_tiny_model(
-    directory: str | Path, texts: Iterable[str], spec: TinySpec | None = None, seed: int = 0
+    directory: Path, texts: Iterable[str], spec: TinyModelConfig, seed: int = 0
 ) -> Path:
     """Write a randomly initialised Llama and a BPE tokenizer trained on ``texts``.
 
     The directory is in plain transformers format and appears whole or not at all. The same texts,
-    spec and seed give the same bytes. The global random state is left as it was.
+    spec and seed give the same bytes. The global random state is left as it was. Texts with few
+    distinct words give fewer than ``vocab_size`` tokens.
 
     Raises:
-        ConfigError: the directory already holds something.
+        ConfigError: a size that is too small or too large.
     """
-    spec = spec or TinySpec()
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise _occupied(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
+    if spec.vocab_size < _SMALLEST_VOCABULARY:
+        raise ConfigError(
+            f"vocab_size is {spec.vocab_size}",
+            expected=f"at least {_SMALLEST_VOCABULARY}: every byte and the special tokens",
+            fix="raise vocab_size",
+        )
+    n_parameters = count_tiny_parameters(spec)
+    if n_parameters > MAX_PARAMETERS:
+        raise ConfigError(
+            f"The tiny model would have {n_parameters} parameters",
+            expected=f"at most {MAX_PARAMETERS}",
+            fix="lower hidden_size, n_layers or vocab_size, or name a real model as source",
+        )
+    with appearing_directory(directory) as temporary:
         tokenizer = _train_tokenizer(texts, spec)
         tokenizer.save_pretrained(temporary)
         _initialise_model(spec, seed, tokenizer).save_pretrained(temporary)
-        temporary.chmod(0o755)
-        _move(temporary, target)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return target
+    return directory
 
 
-def _move(temporary: Path, target: Path) -> None:
-    try:
-        temporary.replace(target)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise _occupied(target) from error
-        raise
-
-
-def _occupied(target: Path) -> ConfigError:
-    return ConfigError(
-        f"{target} is not empty",
-        expected="a new or empty directory for the tiny model",
-        fix="remove it or name another",
-    )
-
-
-def _train_tokenizer(texts: Iterable[str], spec: TinySpec) -> PreTrainedTokenizerFast:
+def _train_tokenizer(texts: Iterable[str], spec: TinyModelConfig) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(BPE())
     # Digits one by one, so that a number's tokens do not depend on the training texts.
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -182,7 +117,7 @@ def _train_tokenizer(texts: Iterable[str], spec: TinySpec) -> PreTrainedTokenize
 
 
 def _initialise_model(
-    spec: TinySpec, seed: int, tokenizer: PreTrainedTokenizerFast
+    spec: TinyModelConfig, seed: int, tokenizer: PreTrainedTokenizerFast
 ) -> LlamaForCausalLM:
     token_ids = {
         "pad_token_id": tokenizer.pad_token_id,
@@ -192,13 +127,13 @@ def _initialise_model(
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.intermediate_size,
+        intermediate_size=_feed_forward_size(spec),
         num_hidden_layers=spec.n_layers,
         num_attention_heads=spec.n_heads,
         num_key_value_heads=spec.n_heads,
         max_position_embeddings=spec.max_position_embeddings,
-        rope_theta=spec.rope_theta,
-        initializer_range=spec.initializer_range,
+        rope_theta=_ROPE_THETA,
+        initializer_range=_INITIALIZER_RANGE,
         tie_word_embeddings=True,
         dtype="float32",
         **token_ids,

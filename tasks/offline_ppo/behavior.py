@@ -13,7 +13,7 @@ from tasks.data.hh import Pair
 from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
-from tasks.pipeline_config import OfflinePPOConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.runtime.rows import (
     NUMERIC_FIELDS,
     REFERENCE,
@@ -118,7 +118,7 @@ def _cross_fit(
 ) -> list[Tensor]:
     """Score each fold with a policy cloned on the other one: a memorised response would look too
     likely."""
-    found: list[Tensor] = [Tensor()] * len(rows)
+    scored: list[Tensor] = [Tensor()] * len(rows)
     folds = [fold_of(pair.prompt_id, FOLDS) for pair in pairs]
     for fold in range(FOLDS):
         seen = [pair for pair, own in zip(pairs, folds, strict=True) if own != fold]
@@ -133,8 +133,8 @@ def _cross_fit(
         indices = [2 * index + side for index in held_out for side in (0, 1)]
         logprobs = session.logprobs(CLONE, [rows[i] for i in indices])
         for index, values in zip(indices, logprobs, strict=True):
-            found[index] = values
-    return found
+            scored[index] = values
+    return scored
 
 
 def _clone(

@@ -21,11 +21,11 @@ import transformers
 from torch import Tensor
 
 from tasks.algorithms.logprobs import sampling_logprobs
+from tasks.config.shared import GenerationConfig, RuntimeConfig, identity_fields
 from tasks.data.columns import CandidateChunk, read_chunk, write_chunk
 from tasks.data.rendering import Renderer
 from tasks.errors import DataError
 from tasks.offline_ppo.config import CandidatesConfig
-from tasks.pipeline_config import GenerationConfig, RuntimeConfig, identity_fields
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.rows import Row
 from tasks.runtime.session import resolve_device
@@ -59,7 +59,7 @@ class CandidateSampler(TransformersGenerator):
         Raises:
             TrainingError: a token that was not drawn from it.
         """
-        found: list[Tensor] = [Tensor()] * len(rows)
+        scored: list[Tensor] = [Tensor()] * len(rows)
         order = sorted(
             range(len(rows)), key=lambda i: (len(rows[i].prompt_ids), tuple(rows[i].prompt_ids))
         )
@@ -72,10 +72,10 @@ class CandidateSampler(TransformersGenerator):
                 logprobs, part_kl = self._score_batch([rows[i] for i in part], cfg)
                 kl += part_kl
                 for index, values in zip(part, logprobs, strict=True):
-                    found[index] = values
+                    scored[index] = values
         finally:
             torch.set_num_threads(threads)
-        return found, kl
+        return scored, kl
 
     @torch.no_grad()
     def _score_batch(
@@ -101,11 +101,11 @@ class CandidateSampler(TransformersGenerator):
             )
             logprobs[:, start:stop][real.cpu()] = result.logprobs.cpu()
             kl += float(result.kl.double().sum())
-        found = [
+        per_row = [
             values[: len(row.response_ids)].clone()
             for values, row in zip(logprobs, rows, strict=True)
         ]
-        return found, kl
+        return per_row, kl
 
     def _read_prompts(self, ids: Tensor, mask: Tensor) -> Any:
         """Return the cache of prompts, each of which is computed once."""
@@ -194,55 +194,6 @@ class CandidateSet:
     counts: dict[str, int]
     temperature: float
     kl: float
-
-
-@dataclass(frozen=True)
-class MergedResponses:
-    """N stored and M sampled responses, in this order.
-
-    Args:
-        rows: N + M.
-        groups: indices of the responses of each prompt, stored ones first.
-        group_of: (N + M,) int64, the prompt of each response.
-        sampled: (N + M,) bool, True = a candidate.
-    """
-
-    rows: list[Row]
-    groups: list[list[int]]
-    group_of: Tensor
-    sampled: Tensor
-
-
-def merge_candidates(
-    rows: Sequence[Row], groups: Sequence[Sequence[int]], candidates: CandidateSet
-) -> MergedResponses:
-    """Put candidates behind the stored responses; these keep their indices.
-
-    Args:
-        rows: N stored responses.
-        groups: indices of the stored responses of each prompt.
-        candidates: their ``group`` counts as ``groups`` does.
-
-    Raises:
-        DataError: a candidate belongs to no group.
-    """
-    n_stored = len(rows)
-    if len(candidates.group) and int(candidates.group.max()) >= len(groups):
-        raise DataError(
-            f"A candidate answers prompt {int(candidates.group.max())} of {len(groups)}",
-            "an index of a group",
-            "sample for the same prompts, in the same order, as the groups have",
-        )
-    merged = [list(members) for members in groups]
-    for offset, group in enumerate(candidates.group.tolist()):
-        merged[group].append(n_stored + offset)
-    group_of = torch.zeros(n_stored, dtype=torch.long)
-    for group, members in enumerate(groups):
-        group_of[list(members)] = group
-    sampled = torch.arange(n_stored + len(candidates.rows)) >= n_stored
-    return MergedResponses(
-        [*rows, *candidates.rows], merged, torch.cat([group_of, candidates.group]), sampled
-    )
 
 
 def generate_candidates(
@@ -382,15 +333,15 @@ class _SamplingRun:
         counts: Counter[str],
         how: GenerationConfig,
     ) -> CandidateChunk:
-        found = [(prompt, ids, text) for prompt, group in kept.items() for ids, text in group]
+        answers = [(prompt, ids, text) for prompt, group in kept.items() for ids, text in group]
         logprobs, kl = self.sampler.score(
-            [Row(self.prompts[prompt], ids) for prompt, ids, _ in found], how
+            [Row(self.prompts[prompt], ids) for prompt, ids, _ in answers], how
         )
-        n_tokens = sum(len(ids) for _, ids, _ in found)
+        n_tokens = sum(len(ids) for _, ids, _ in answers)
         return CandidateChunk(
-            [prompt for prompt, _, _ in found],
-            [ids for _, ids, _ in found],
-            [text for _, _, text in found],
+            [prompt for prompt, _, _ in answers],
+            [ids for _, ids, _ in answers],
+            [text for _, _, text in answers],
             logprobs,
             counts,
             how.temperature,

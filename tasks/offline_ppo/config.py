@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from collections.abc import Callable
+from difflib import get_close_matches
 from math import comb
-from typing import Annotated, Final, Literal, Self
+from typing import Annotated, Final, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from tasks.algorithms.guards import (
-    GRAMMAR,
-    Action,
-    Condition,
-    EnableGradientCheckpointing,
-    GrowBatch,
-    LowerTokenBudget,
-    Reanchor,
-    ResetSampler,
-    Rollback,
-    Rule,
-    ScaleLearningRate,
-    Stop,
-    Warn,
-    parse_condition,
-)
+from tasks.algorithms.guards import GRAMMAR, Actions, Condition, Rule, parse_condition
 from tasks.config.shared import (
     CheckpointConfig,
     OptimizerConfig,
@@ -35,11 +21,15 @@ from tasks.config.shared import (
     Section,
     Share,
     StageConfig,
+    changed_fields,
     check_budget,
     check_shares,
+    later,
     setting,
 )
 from tasks.data.quarantine import REASONS
+from tasks.errors import ConfigError
+from tasks.offline_ppo.objectives import OBJECTIVES
 
 # Configuration of candidate responses: more trajectories than the dataset stores.
 
@@ -124,37 +114,63 @@ def check_candidates(candidates: CandidatesConfig, rendering: RenderingConfig) -
 
 # Configuration of the guards of stage offline_ppo: what is watched and what is done about it.
 
-# Metrics that the training loop reports, by the names that `when` may use.
-GUARD_METRICS: Final = frozenset(
-    {
-        # Once before training: share of held-out pairs whose chosen response the reward prefers.
-        "reward_agrees_with_label",
-        "reward_agrees_with_label_upper",
-        # At each probe, on generated responses.
-        "kl_probe",
-        "probe_win_rate",
-        "probe_reward",
-        "probe_length_tokens",
-        "probe_truncated_share",
-        # At each probe, on held-out pairs: does the policy's own log-probability prefer chosen?
-        "held_out_accuracy",
-        "held_out_accuracy_upper",
-        "held_out_margin",
-        "probe_entropy",
-        # At each step.
-        "kl_data",
-        "reward_mean",
-        "reward_variance",
-        "entropy",
-        "ess_share",
-        "weight_max",
-        "live_gradient_share",
-        "grad_norm",
-        "explained_variance",
-        "chosen_logprob_drift",
-        "rejected_logprob_drift",
-    }
+
+class GuardMetric(NamedTuple):
+    """Where a metric that rules may watch comes from.
+
+    Attributes:
+        need: what a run must have to report it.
+        is_met: whether a run has that.
+        logged_as: its name in MLflow, where that is another one.
+    """
+
+    need: str = ""
+    is_met: Callable[[OfflinePPOConfig], bool] = lambda cfg: True
+    logged_as: str | None = None
+
+
+_ANY: Final = GuardMetric()
+_PPO: Final = GuardMetric("policy_loss ppo", lambda cfg: OBJECTIVES[cfg.policy_loss].uses_weights)
+_REWARDED: Final = GuardMetric(
+    "reward.components beside labels", lambda cfg: set(cfg.reward.components) != {"labels"}
 )
+# By the names that `when` may use.
+GUARD_METRICS: Final = {
+    # Once before training: share of held-out pairs whose chosen response the reward prefers.
+    "reward_agrees_with_label": _ANY,
+    "reward_agrees_with_label_upper": _ANY,
+    # At each probe, on generated responses.
+    "kl_probe": _ANY,
+    "probe_win_rate": _REWARDED,
+    "probe_reward": _REWARDED,
+    "probe_length_tokens": _ANY,
+    "probe_truncated_share": _ANY,
+    "probe_entropy": _ANY,
+    # At each probe, on held-out pairs: does the policy's own log-probability prefer chosen?
+    "held_out_accuracy": _ANY,
+    "held_out_accuracy_upper": _ANY,
+    "held_out_margin": _ANY,
+    "chosen_logprob_drift": _ANY,
+    "rejected_logprob_drift": _ANY,
+    # At each step.
+    "reward_mean": _ANY,
+    # Of the stored rewards in a batch, over the last steps: about how batches are drawn, and the
+    # same for every policy.
+    "reward_variance": _ANY,
+    "grad_norm": _ANY,
+    "kl_data": _PPO,
+    "ess_share": _PPO,
+    "weight_max": _PPO,
+    "live_gradient_share": GuardMetric(
+        "a policy_loss other than dpo",
+        lambda cfg: OBJECTIVES[cfg.policy_loss].uses_advantages,
+        "live_gradient",
+    ),
+    "entropy": GuardMetric("loss.entropy_coef above 0", lambda cfg: cfg.loss.entropy_coef > 0.0),
+    "explained_variance": GuardMetric(
+        "advantage.estimator gae", lambda cfg: cfg.advantage.estimator == "gae"
+    ),
+}
 
 
 class GuardRuleConfig(Section):
@@ -194,7 +210,7 @@ class GuardRuleConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.to_condition()
-        if not self.to_actions():
+        if self.to_actions() == Actions():
             raise ValueError(
                 f"rule {self.name!r} does nothing; set one of rollback, learning_rate_scale, "
                 "batch_scale, token_budget_scale, gradient_checkpointing, reanchor, "
@@ -208,37 +224,38 @@ class GuardRuleConfig(Section):
         Raises:
             ConfigError: a text that is none, or a metric that training does not report.
         """
-        return parse_condition(self.when, rule=self.name, known_metrics=GUARD_METRICS)
-
-    def to_actions(self) -> tuple[Action, ...]:
-        """Return what is set, in the order in which it is carried out."""
-        actions: list[Action] = []
-        if self.rollback != "none":
-            actions.append(Rollback(self.rollback))
-        if self.learning_rate_scale is not None:
-            actions.append(
-                ScaleLearningRate(self.learning_rate_scale, self.min_learning_rate_share)
+        condition = parse_condition(self.when, rule=self.name)
+        if condition.metric not in GUARD_METRICS:
+            near = get_close_matches(condition.metric, GUARD_METRICS, n=1)
+            raise ConfigError(
+                f"rule {self.name!r} watches {condition.metric!r}",
+                f"a metric that training reports{', perhaps ' if near else ''}{''.join(near)}",
+                f"name one of {', '.join(sorted(GUARD_METRICS))}",
             )
-        if self.batch_scale is not None:
-            actions.append(GrowBatch(self.batch_scale, self.max_batch_prompts))
-        if self.token_budget_scale is not None:
-            actions.append(
-                LowerTokenBudget(self.token_budget_scale, self.min_tokens_per_micro_batch)
-            )
-        flags: list[tuple[bool, Action]] = [
-            (self.gradient_checkpointing, EnableGradientCheckpointing()),
-            (self.reanchor, Reanchor()),
-            (self.reset_sampler, ResetSampler()),
-            (self.warn, Warn()),
-            (self.stop, Stop()),
-        ]
-        return (*actions, *(action for wanted, action in flags if wanted))
+        return condition
 
-    def to_rule(self, threshold: float | None = None) -> Rule:
+    def to_actions(self) -> Actions:
+        """Return what is set."""
+        asked = self.model_dump(
+            exclude={"name", "when", "for_observations", "cooldown_steps"}, exclude_none=True
+        )
+        for scale, bound in (
+            ("learning_rate_scale", "min_learning_rate_share"),
+            ("batch_scale", "max_batch_prompts"),
+            ("token_budget_scale", "min_tokens_per_micro_batch"),
+        ):
+            # A bound says nothing by itself, and must not count when actions are merged.
+            if scale not in asked:
+                del asked[bound]
+        if self.rollback == "none":
+            del asked["rollback"]
+        return Actions(**asked)
+
+    def to_rule(self, threshold: float | None) -> Rule:
         """Return the engine's rule, with another threshold if one is given."""
         condition = self.to_condition()
         if threshold is not None:
-            condition = replace(condition, threshold=threshold)
+            condition = condition._replace(threshold=threshold)
         return Rule(
             self.name, condition, self.to_actions(), self.cooldown_steps, self.for_observations
         )
@@ -273,7 +290,6 @@ DEFAULT_RULES: Final = (
         for_observations=2,
         rollback="best",
     ),
-    GuardRuleConfig(name="reward_variance", when="reward_variance > 0.3", batch_scale=2.0),
     GuardRuleConfig(name="entropy_jump", when="jump(probe_entropy, 3) > 0.5", reset_sampler=True),
     GuardRuleConfig(name="effective_samples", when="ess_share < 0.3", reanchor=True),
 )
@@ -327,20 +343,15 @@ class GuardsConfig(Section):
             )
         return self
 
+    @property
+    def active(self) -> tuple[GuardRuleConfig, ...]:
+        """Return the rules that are not turned off."""
+        off = {name for name, threshold in self.thresholds.items() if threshold is None}
+        return tuple(rule for rule in self.rules if self.enabled and rule.name not in off)
+
     def to_rules(self) -> tuple[Rule, ...]:
-        """Return the engine's rules with their thresholds; none when guards are disabled."""
-        if not self.enabled:
-            return ()
-        return tuple(
-            rule.to_rule(self.thresholds.get(rule.name))
-            for rule in self.rules
-            if self.thresholds.get(rule.name, 0.0) is not None
-        )
-
-
-def default_rules() -> tuple[Rule, ...]:
-    """Return the engine's rules of the default config."""
-    return GuardsConfig().to_rules()
+        """Return the engine's rules with their thresholds."""
+        return tuple(rule.to_rule(self.thresholds.get(rule.name)) for rule in self.active)
 
 
 # Configuration of what offline PPO draws, leaves out and subtracts.
@@ -385,6 +396,12 @@ class SamplerConfig(Section):
     correct_priority: bool = Field(
         True, description="Weigh responses so that a prioritised draw leaves the mean as it is."
     )
+    path: str | None = later(
+        None,
+        description="Python file with a sampler of your own, in place of all of the above: a class "
+        "with draw, state and resume (tasks/offline_ppo/batches.py: Sampler).",
+    )
+    name: str = later("Sampler", description="Name of the class in that file.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -393,6 +410,9 @@ class SamplerConfig(Section):
                 f"subset_weights names {sorted(self.subset_weights)}, but stratify is off; turn it "
                 "on or take the weights out"
             )
+        unread = changed_fields(self, "sampler", "stratify", "priority")
+        if self.path is not None and unread:
+            raise ValueError(f"the sampler of {self.path} does not read {unread}; take them out")
         return self
 
 
@@ -737,6 +757,7 @@ class OfflinePPOConfig(StageConfig):
         self._check_logged()
         self._check_candidates()
         self._check_policy_loss()
+        self._check_guards()
         if self.reward.kl_target is not None and self.reward.kl_horizon < 4 * self.batch_prompts:
             raise ValueError(
                 f"reward.kl_horizon {self.reward.kl_horizon} is too short for steps of "
@@ -744,15 +765,127 @@ class OfflinePPOConfig(StageConfig):
             )
         return self
 
+    def settings_without_effect(self) -> dict[str, str]:
+        """Return the settings that were changed and that nothing reads in this combination, each
+        with the reason."""
+        idle: dict[str, str] = {}
+        names: tuple[str, ...]
+
+        def unread(why: str, section: Section, prefix: str, *names: str) -> None:
+            idle.update(dict.fromkeys(changed_fields(section, prefix, *names), why))
+
+        policy_loss, advantage, estimator = (
+            self.policy_loss,
+            self.advantage,
+            self.advantage.estimator,
+        )
+        by_loss = f"policy_loss is {policy_loss}"
+        by_estimator = f"advantage.estimator is {estimator}"
+        if policy_loss == "dpo":
+            unread(by_loss, advantage, "advantage")
+            unread(by_loss, self.behavior, "behavior")
+        if policy_loss != "dpo":
+            unread(by_loss, self.loss, "loss", "dpo_beta", "dpo_label_smoothing")
+        if policy_loss != "ppo":
+            unread(by_loss, self.loss, "loss", "clip_low", "dual_clip")
+            unread(by_loss, self.importance, "importance", "cap")
+        if policy_loss not in ("ppo", "a_lol"):
+            unread(by_loss, self.loss, "loss", "clip_high")
+        if policy_loss in ("positives_only", "dpo"):
+            unread(by_loss, self.importance, "importance", "level")
+        if self.loss.kl_coef == 0.0:
+            unread("loss.kl_coef is 0", self.loss, "loss", "kl_kind")
+        if estimator != "gae":
+            unread(by_estimator, self.critic, "critic")
+            unread(by_estimator, advantage, "advantage", "gae_lambda")
+        if estimator in ("group", "rloo"):
+            unread(by_estimator, advantage, "advantage", "gamma")
+            why = f"{by_estimator}, whose baseline takes a prompt's mean away"
+            unread(why, self.reward, "reward", "center")
+        else:
+            unread(f"{by_estimator}, which always whitens", advantage, "advantage", "whiten")
+        if estimator != "group":
+            unread(by_estimator, advantage, "advantage", "normalize_std")
+        if advantage.control_variate.kind != "fitted":
+            why = f"advantage.control_variate.kind is {advantage.control_variate.kind}"
+            unread(why, advantage.control_variate, "advantage.control_variate", "features")
+        if (estimator, advantage.control_variate.kind, advantage.normalize_std) == (
+            "group",
+            "leave_one_out",
+            True,
+        ):
+            why = "the group advantage takes the mean away and divides the factor out again"
+            unread(why, advantage.control_variate, "advantage.control_variate", "kind")
+        if self.behavior.policy != "cloned":
+            why = f"behavior.policy is {self.behavior.policy}"
+            names = ("clone_epochs", "clone_batch_pairs", "clone_optimizer")
+            unread(why, self.behavior, "behavior", *names)
+        if self.reward.normalize in ("raw", "binary"):
+            why = f"reward.normalize is {self.reward.normalize}"
+            unread(why, self.reward, "reward", "clip")
+        if not any(name.split(".")[0] == "reward_model" for name in self.reward.components):
+            why = "reward.components has no reward_model"
+            unread(why, self.reward, "reward", "normalize", "clip")
+        if "function" not in self.reward.components:
+            names = ("function_path", "function_name", "function_seconds", "function_memory_gib")
+            unread("reward.components has no function", self.reward, "reward", *names)
+        if self.reward.kl_target is None:
+            unread("reward.kl_target is not set", self.reward, "reward", "kl_horizon")
+        if self.sampler.priority == "none":
+            names = ("priority_exponent", "uniform_share", "epoch_share", "correct_priority")
+            unread("sampler.priority is none", self.sampler, "sampler", *names)
+        if self.sampler.path is None:
+            unread("sampler.path is not set", self.sampler, "sampler", "name")
+        sequence, of_sequence = self.filters.sequence, "filters.sequence"
+        if sequence.mode != "fixed":
+            unread(f"{of_sequence}.mode is {sequence.mode}", sequence, of_sequence, "tau")
+        if sequence.mode != "adaptive":
+            names = ("tau_min", "tau_max", "smoothing")
+            unread(f"{of_sequence}.mode is {sequence.mode}", sequence, of_sequence, *names)
+        if self.candidates.per_prompt == 0:
+            unread("candidates.per_prompt is 0", self.candidates, "candidates")
+        elif self.candidates.kl_bound is None:
+            names = ("temperature_scale", "min_temperature")
+            unread("candidates.kl_bound is not set", self.candidates, "candidates", *names)
+        if not self.guards.enabled:
+            names = ("rules", "thresholds", "max_rollbacks")
+            unread("guards.enabled is false", self.guards, "guards", *names)
+        if self.report.prompts == 0:
+            unread("report.prompts is 0", self.report, "report", "max_new_tokens")
+        idle.update(
+            dict.fromkeys(self.optimizer.idle("optimizer"), "optimizer.schedule is constant")
+        )
+        return idle
+
+    @property
+    def sleeping_rules(self) -> dict[GuardRuleConfig, str]:
+        """Return the rules whose metric this run never reports, each with the reason."""
+        watched = {rule: rule.to_condition().metric for rule in self.guards.active}
+        return {
+            rule: f"{rule.name} watches {metric}, which needs {GUARD_METRICS[metric].need}"
+            for rule, metric in watched.items()
+            if not GUARD_METRICS[metric].is_met(self)
+        }
+
+    def _check_guards(self) -> None:
+        """Refuse a rule that can never act. Of the defaults the run says so."""
+        asleep = [why for rule, why in self.sleeping_rules.items() if rule not in DEFAULT_RULES]
+        if asleep:
+            raise ValueError(
+                f"guards.rules: {'; '.join(asleep)}; change that, take the rule out, or turn it "
+                "off by guards.thresholds: {NAME: null}"
+            )
+
     def _check_policy_loss(self) -> None:
         """Refuse settings that the chosen loss would not read."""
-        unread = []
-        if self.policy_loss != "ppo":
+        unread, objective = [], OBJECTIVES[self.policy_loss]
+        if not objective.uses_weights:
             unread += ["filters.sequence"] if self.filters.sequence.mode != "off" else []
             unread += ["reward.kl_target"] if self.reward.kl_target is not None else []
-        if self.policy_loss == "dpo":
+        if objective.in_pairs and self.candidates.per_prompt:
+            unread += ["candidates.per_prompt"]
+        if not objective.uses_advantages:
             unread += ["sampler.priority"] if self.sampler.priority != "none" else []
-            unread += ["candidates.per_prompt"] if self.candidates.per_prompt else []
             unread += ["advantage.estimator gae"] if self.advantage.estimator == "gae" else []
         if unread:
             raise ValueError(

@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tasks.algorithms.data_filters import (
-    FilterColumns,
-    FilterRules,
-    filter_rows,
-    missing_end_penalty,
-)
+from tasks.algorithms.data_filters import filter_rows, missing_end_penalty
 from tasks.context import StageContext
 from tasks.data.rendering import Renderer
 from tasks.offline_ppo.behavior import behavior_logprobs, model_identity, reference_logprobs
@@ -22,12 +17,11 @@ from tasks.offline_ppo.candidates import (
     CandidateSet,
     CandidateSource,
     generate_candidates,
-    merge_candidates,
 )
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.probe import label_agreement
 from tasks.offline_ppo.reward_process import Judged
 from tasks.offline_ppo.rewards import ComponentScorer, rewards_of
-from tasks.pipeline_config import OfflinePPOConfig
 from tasks.runtime.rows import (
     REFERENCE,
     ComponentValues,
@@ -84,20 +78,19 @@ class PolicyData:
     def _filtered(self, train: Responses, rewards: Tensor) -> list[int]:
         """Return the pairs that the filters leave, and count the others by reason."""
         filters = self.cfg.filters
-        rules = FilterRules(
-            filters.min_margin_quantile, filters.max_length_quantile, frozenset(filters.drop_flags)
-        )
         lengths = [max(len(p.chosen_ids), len(p.rejected_ids)) for p in train.rendered]
-        columns = FilterColumns(
-            margins=rewards[0::2] - rewards[1::2],
-            lengths=torch.tensor(lengths, dtype=torch.float32),
-            flags=[pair.flags for pair in train.pairs],
+        filtered = filter_rows(
+            rewards[0::2] - rewards[1::2],
+            torch.tensor(lengths, dtype=torch.float32),
+            [pair.flags for pair in train.pairs],
+            min_margin_quantile=filters.min_margin_quantile,
+            max_length_quantile=filters.max_length_quantile,
+            drop_flags=filters.drop_flags,
         )
-        found = filter_rows(columns, rules)
-        self.ctx.draft.counts |= {f"filtered_{why}": n for why, n in found.dropped.items()}
-        for why, n in found.dropped.items():
+        self.ctx.draft.counts |= {f"filtered_{why}": n for why, n in filtered.dropped.items()}
+        for why, n in filtered.dropped.items():
             self.ctx.log.event(f"filtered.{why}", f"{n} of {len(train.pairs)} pairs left out")
-        return [int(i) for i in found.keep.nonzero()[:, 0]]
+        return [int(i) for i in filtered.keep.nonzero()[:, 0]]
 
     def _with_candidates(self, part: Responses, stored: Trajectories) -> Trajectories:
         """Put sampled responses behind the stored ones, where the config asks for them."""
@@ -107,7 +100,6 @@ class PolicyData:
         self.ctx.draft.counts |= {f"candidates_{k}": n for k, n in candidates.counts.items()}
         self.ctx.draft.metrics["candidates_kl"] = candidates.kl
         self.ctx.draft.metrics["candidates_temperature"] = candidates.temperature
-        merged = merge_candidates(stored.rows, stored.groups, candidates)
         first_pair = [members[0] // 2 for members in stored.groups]
         judged = [
             Judged.of(part.pairs[first_pair[group]], "candidate", text)
@@ -116,8 +108,8 @@ class PolicyData:
         components = self.scorer.score_responses(candidates.rows, judged, keep=True)
         return replace(
             stored,
-            rows=merged.rows,
-            groups=merged.groups,
+            rows=[*stored.rows, *candidates.rows],
+            groups=groups_with(candidates.group.tolist(), stored.groups, len(stored.rows)),
             rewards=torch.cat(
                 [stored.rewards, torch.zeros(len(candidates.rows), dtype=stored.rewards.dtype)]
             ),
@@ -174,6 +166,22 @@ class PolicyData:
         if not center:
             cfg = cfg.model_copy(update={"center": "none"})
         return rewards_of(cfg, components.values, self.weights, groups)
+
+
+def groups_with(
+    prompts: Sequence[int], groups: Sequence[Sequence[int]], n_stored: int
+) -> list[list[int]]:
+    """Return the rows of each prompt, those of the candidates behind the stored ones.
+
+    Args:
+        prompts: index into ``groups`` of the prompt of each candidate; their rows follow the
+            ``n_stored`` stored ones.
+        groups: stored rows of each prompt.
+    """
+    grown = [list(members) for members in groups]
+    for row, prompt in enumerate(prompts, start=n_stored):
+        grown[prompt].append(row)
+    return grown
 
 
 def _select(components: ComponentValues, rows: Sequence[int]) -> ComponentValues:

@@ -18,11 +18,11 @@ from tasks.algorithms.data_filters import missing_end_penalty
 from tasks.algorithms.kl import kl_per_token
 from tasks.algorithms.masking import masked_mean
 from tasks.algorithms.statistics import wilson_interval
+from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import Renderer
 from tasks.offline_ppo.reward_process import Judged
 from tasks.offline_ppo.rewards import ComponentScorer, rewards_of
-from tasks.pipeline_config import GenerationConfig
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.rows import ACTOR, REFERENCE, Responses, RoleSpec, Row, mask_of, pad
 from tasks.runtime.session import Session, resolve_device
@@ -93,7 +93,7 @@ def upper_bound(share: float, n: int) -> float:
 
 
 @dataclass(frozen=True)
-class Spoken:
+class Answers:
     """A model's answers to N prompts.
 
     Args:
@@ -115,7 +115,7 @@ class Spoken:
 
 
 @dataclass(frozen=True)
-class Speaking:
+class AnswerSampler:
     """How models answer held-out prompts.
 
     Args:
@@ -128,7 +128,7 @@ class Speaking:
     generation: GenerationConfig
     seed: int
 
-    def speak(self, model_dir: Path, pairs: Sequence[Pair]) -> Spoken:
+    def sample(self, model_dir: Path, pairs: Sequence[Pair]) -> Answers:
         """Return a model's answers to the prompts of pairs, and what they are worth."""
         runtime, renderer = self.judge.scorer.session.runtime, self.judge.renderer
         generator = TransformersGenerator(
@@ -138,12 +138,21 @@ class Speaking:
             threads=runtime.cpu_threads,
         )
         prompts = [renderer.prompt_ids(pair.prompt)[0] for pair in pairs]
-        found = generator.generate(prompts, self.generation, self.seed)
-        rows = [Row(prompt, answer) for prompt, answer in zip(prompts, found, strict=True)]
-        texts = [renderer.decode(answer) for answer in found]
+        answers = generator.generate(prompts, self.generation, self.seed)
+        rows = [Row(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        texts = [renderer.decode(answer) for answer in answers]
         judged = [Judged.of(pair, "probe", text) for pair, text in zip(pairs, texts, strict=True)]
-        ended = torch.tensor([answer[-1:] == [renderer.end_of_turn_id] for answer in found])
-        return Spoken(rows, texts, self.judge.score(rows, judged, ended), ended)
+        ended = torch.tensor([answer[-1:] == [renderer.end_of_turn_id] for answer in answers])
+        return Answers(rows, texts, self.judge.score(rows, judged, ended), ended)
+
+    def sample_actor(self, scratch: Path, pairs: Sequence[Pair]) -> Answers:
+        """Return the answers of the policy as it is now, which is exported for that."""
+        shutil.rmtree(scratch, ignore_errors=True)
+        self.judge.scorer.session.export(ACTOR, scratch)
+        try:
+            return self.sample(scratch, pairs)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 @dataclass
@@ -152,7 +161,7 @@ class PolicyProbe:
 
     Args:
         session: holds the actor; `prepare` adds the reference and the reward model.
-        speaking: how it answers.
+        sampler: how it answers.
         prompts: one pair for each prompt that is answered.
         held_out: pairs whose stored responses the policy ranks.
         base_dir: the model that training starts from.
@@ -160,50 +169,44 @@ class PolicyProbe:
     """
 
     session: Session
-    speaking: Speaking
+    sampler: AnswerSampler
     prompts: Sequence[Pair]
     held_out: Responses
     base_dir: Path
     directory: Path
-    base: Spoken | None = field(init=False, default=None)
+    base: Answers | None = field(init=False, default=None)
     held_out_ref: list[Tensor] = field(init=False, default_factory=list)
 
     def prepare(self) -> None:
         """Measure once what does not change: the base's answers and log-probabilities."""
         self.session.load(RoleSpec(REFERENCE, "language_model", str(self.base_dir)))
-        self.base = self.speaking.speak(self.base_dir, self.prompts)
+        self.base = self.sampler.sample(self.base_dir, self.prompts)
         self.held_out_ref = self.session.logprobs(REFERENCE, self.held_out.rows)
 
     def measure(self) -> dict[str, float]:
         """Return the metrics of the policy as it is now."""
-        exported = self.directory / ".probe-model"
-        shutil.rmtree(exported, ignore_errors=True)
-        self.session.export(ACTOR, exported)
-        try:
-            spoken = self.speaking.speak(exported, self.prompts)
-        finally:
-            shutil.rmtree(exported, ignore_errors=True)
-        return self._of_answers(spoken) | self._of_held_out()
+        answers = self.sampler.sample_actor(self.directory / ".probe-model", self.prompts)
+        return self._of_answers(answers) | self._of_held_out()
 
-    def _of_answers(self, spoken: Spoken) -> dict[str, float]:
+    def _of_answers(self, answers: Answers) -> dict[str, float]:
         assert self.base is not None, "prepare() comes first"
-        now = pad(self.session.logprobs(ACTOR, spoken.rows))
-        ref = pad(self.session.logprobs(REFERENCE, spoken.rows))
-        mask = mask_of(spoken.rows)
-        found = {
+        now = pad(self.session.logprobs(ACTOR, answers.rows))
+        ref = pad(self.session.logprobs(REFERENCE, answers.rows))
+        mask = mask_of(answers.rows)
+        metrics = {
             "kl_probe": float(masked_mean(kl_per_token(now, ref, mask, kind="k1"), mask)),
             "kl_probe_k3": float(masked_mean(kl_per_token(now, ref, mask, kind="k3"), mask)),
             # The mean surprise of the policy at its own words is its entropy.
             "probe_entropy": float(masked_mean(-now, mask)),
-            "probe_length_tokens": float(spoken.lengths.mean()),
-            "probe_truncated_share": float((~spoken.ended).float().mean()),
+            "probe_length_tokens": float(answers.lengths.mean()),
+            "probe_truncated_share": float((~answers.ended).float().mean()),
         }
-        if spoken.rewards is None or self.base.rewards is None:
-            return found
-        wins = (spoken.rewards > self.base.rewards).float()
-        ties = (spoken.rewards == self.base.rewards).float()
-        return found | {
-            "probe_reward": float(spoken.rewards.mean()),
+        if answers.rewards is None or self.base.rewards is None:
+            return metrics
+        wins = (answers.rewards > self.base.rewards).float()
+        ties = (answers.rewards == self.base.rewards).float()
+        return metrics | {
+            "probe_reward": float(answers.rewards.mean()),
             "probe_win_rate": float((wins + 0.5 * ties).mean()),
         }
 

@@ -142,7 +142,6 @@ class PolicyReport:
     def as_json(self) -> dict[str, Any]:
         """Return what ``report.json`` holds; an interval is a list of low and high."""
         found = self.held_out.comparison
-        weights = summarize_weights(self.final_weights)
         return {
             "schema_version": SCHEMA_VERSION,
             "verdict": self.verdict,
@@ -160,46 +159,11 @@ class PolicyReport:
             "kl_probe": self.held_out.kl and asdict(self.held_out.kl),
             "kl_bound": self.bounds.get("kl_probe"),
             "guard_events": [event.as_json() for event in self.events],
-            "metrics": {name: asdict(m) for name, m in summarize_metrics(self).items()},
-            "weights": weights and asdict(weights),
+            "metrics": summarize_metrics(self),
+            "weights": summarize_weights(self.final_weights),
             "facts": dict(self.facts),
             "samples": sample_rows(self.samples),
         }
-
-
-@dataclass(frozen=True)
-class MetricSummary:
-    """One metric over the run.
-
-    Args:
-        n: finite values.
-        n_not_finite: values left out of the rest.
-    """
-
-    n: int
-    n_not_finite: int
-    first: float
-    last: float
-    minimum: float
-    minimum_step: int
-    maximum: float
-    maximum_step: int
-
-
-@dataclass(frozen=True)
-class WeightSummary:
-    """The importance weights at the end.
-
-    Args:
-        ess_share: effective sample size over n.
-        at_maximum_share: weights within a thousandth of the largest.
-    """
-
-    n: int
-    mean: float
-    maximum: float
-    ess_share: float
-    at_maximum_share: float
 
 
 def guards_fired(events: Sequence[GuardEvent]) -> dict[str, int]:
@@ -207,30 +171,31 @@ def guards_fired(events: Sequence[GuardEvent]) -> dict[str, int]:
     return dict(Counter(event.rule for event in events).most_common())
 
 
-def summarize_metrics(report: PolicyReport) -> dict[str, MetricSummary]:
-    """Return a summary of every metric that has a finite value, by name."""
+def summarize_metrics(report: PolicyReport) -> dict[str, dict[str, Any]]:
+    """Return, of every metric that has finite values, how many these are and how many are not, the
+    first, the last, the lowest and the highest with their steps."""
     counts = Counter(name for _, metrics in report.history for name in metrics)
     found = {}
     for name in sorted(counts):
         points = report.curve(name)
         if points:
-            low = min(points, key=itemgetter(1))
-            high = max(points, key=itemgetter(1))
-            found[name] = MetricSummary(
-                n=len(points),
-                n_not_finite=counts[name] - len(points),
-                first=points[0][1],
-                last=points[-1][1],
-                minimum=low[1],
-                minimum_step=low[0],
-                maximum=high[1],
-                maximum_step=high[0],
-            )
+            lowest, highest = min(points, key=itemgetter(1)), max(points, key=itemgetter(1))
+            found[name] = {
+                "n": len(points),
+                "n_not_finite": counts[name] - len(points),
+                "first": points[0][1],
+                "last": points[-1][1],
+                "minimum": lowest[1],
+                "minimum_step": lowest[0],
+                "maximum": highest[1],
+                "maximum_step": highest[0],
+            }
     return found
 
 
-def summarize_weights(weights: Tensor | None) -> WeightSummary | None:
-    """Return figures of (N,) weights; None where there are none.
+def summarize_weights(weights: Tensor | None) -> dict[str, float] | None:
+    """Return figures of (N,) weights: the effective sample size over n, and the share of weights
+    within a thousandth of the largest, among others; None where there are none.
 
     Raises:
         TrainingError: a weight that is not finite.
@@ -238,15 +203,14 @@ def summarize_weights(weights: Tensor | None) -> WeightSummary | None:
     if weights is None or weights.numel() == 0:
         return None
     values = weights.detach().cpu().double()
-    share = float(effective_sample_size(values)) / len(values)
     top = float(values.max())
-    return WeightSummary(
-        n=len(values),
-        mean=float(values.mean()),
-        maximum=top,
-        ess_share=share,
-        at_maximum_share=float((values >= top * (1 - 1e-3)).double().mean()),
-    )
+    return {
+        "n": len(values),
+        "mean": float(values.mean()),
+        "maximum": top,
+        "ess_share": float(effective_sample_size(values)) / len(values),
+        "at_maximum_share": float((values >= top * (1 - 1e-3)).double().mean()),
+    }
 
 
 def write_policy_report(report: PolicyReport, directory: Path) -> list[Path]:
@@ -423,14 +387,14 @@ def _metric_table(report: PolicyReport) -> str:
     rows = [
         (
             cell(name),
-            found.n,
-            f"{found.first:.5g}",
-            f"{found.last:.5g}",
-            f"{found.minimum:.5g} (step {found.minimum_step})",
-            f"{found.maximum:.5g} (step {found.maximum_step})",
-            found.n_not_finite or "",
+            m["n"],
+            f"{m['first']:.5g}",
+            f"{m['last']:.5g}",
+            f"{m['minimum']:.5g} (step {m['minimum_step']})",
+            f"{m['maximum']:.5g} (step {m['maximum_step']})",
+            m["n_not_finite"] or "",
         )
-        for name, found in summarize_metrics(report).items()
+        for name, m in summarize_metrics(report).items()
     ]
     header = ("metric", "values", "first", "last", "lowest", "highest", "not finite")
     return table(header, rows) if rows else "No step was recorded."
@@ -492,12 +456,13 @@ def _weights(axes: plots.Axes, report: PolicyReport) -> None:
         plots.add_legend(axes)
         return
     # Weights that are equal but for rounding have no width to be put into bins.
-    span = (0.0, max(1.05 * found.maximum, 1e-6))
+    span = (0.0, max(1.05 * found["maximum"], 1e-6))
     values = report.final_weights.detach().cpu().double().numpy()
     axes.hist(values, _WEIGHT_BINS, range=span, color=plots.BLUE)
-    axes.axvline(found.mean, color=plots.ORANGE, linestyle="--", label=f"mean {found.mean:.3g}")
-    title += f"\nESS {found.ess_share:.2f} of {found.n} responses, "
-    title += f"{found.at_maximum_share:.0%} at the largest"
+    mean = found["mean"]
+    axes.axvline(mean, color=plots.ORANGE, linestyle="--", label=f"mean {mean:.3g}")
+    title += f"\nESS {found['ess_share']:.2f} of {found['n']} responses, "
+    title += f"{found['at_maximum_share']:.0%} at the largest"
     axes.set(title=title, xlabel="weight", ylabel="responses (logarithmic)", yscale="log")
     axes.legend(loc="upper right")
 

@@ -23,8 +23,8 @@ from tasks.context import RunLog
 from tasks.data.columns import cached_scores
 from tasks.data.hh import Pair
 from tasks.errors import ConfigError
+from tasks.offline_ppo.config import RewardConfig
 from tasks.offline_ppo.reward_process import Judged, RewardFunction
-from tasks.pipeline_config import RewardConfig
 from tasks.runtime.rows import NUMERIC_FIELDS, ComponentValues, Row, hash_rows
 from tasks.runtime.scoring import ComponentScores, RewardScorer, RewardScores
 from tasks.runtime.session import Session

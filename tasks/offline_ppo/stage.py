@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +11,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from torch import Tensor
 
-from tasks.algorithms.kl import ProbeKL, kl_probe_estimate
+from tasks.algorithms.kl import kl_probe_estimate
 from tasks.algorithms.statistics import Bootstrap
 from tasks.artifacts import PolicyCheckpoint, PreferenceDataset, RewardModelCheckpoint
+from tasks.config.shared import GenerationConfig
 from tasks.context import StageContext
 from tasks.data.columns import TokenColumns, write_token_columns
 from tasks.data.hh import Pair
@@ -23,16 +22,16 @@ from tasks.data.rendering import Renderer
 from tasks.errors import DataError
 from tasks.offline_ppo.batches import check_subsets
 from tasks.offline_ppo.behavior import CLONE, check_logged
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.data import PolicyData
 from tasks.offline_ppo.loop import PPOLoop
-from tasks.offline_ppo.probe import PolicyProbe, RewardJudge, Speaking, Spoken
+from tasks.offline_ppo.probe import AnswerSampler, PolicyProbe, RewardJudge
 from tasks.offline_ppo.report import (
     GuardEvent,
     PolicyReport,
     write_policy_report,
 )
 from tasks.offline_ppo.rewards import ComponentScorer, check_components, find_weights
-from tasks.pipeline_config import GenerationConfig, OfflinePPOConfig
 from tasks.report.pairs import HeldOut, ResponsePair, compare_pairs, prompt_text
 from tasks.runtime.rows import (
     ACTOR,
@@ -52,53 +51,25 @@ from tasks.runtime.supervised import CheckpointStore
 # What the trained policy says to held-out prompts, beside the base, and the report about it.
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Measures a policy when it is done.
+def compare_with_base(
+    sampler: AnswerSampler, pairs: Sequence[Pair], base_dir: Path, scratch: Path
+) -> HeldOut | None:
+    """Return the policy against the base on the prompts of pairs; None where the reward is not
+    defined on what they say, because it is made of labels alone.
 
     Args:
-        session: holds the actor.
-        speaking: how models answer.
         base_dir: the model that training started from.
-        directory: for the exported policy.
+        scratch: directory for the exported policy.
     """
-
-    session: Session
-    speaking: Speaking
-    base_dir: Path
-    directory: Path
-
-    def compare(self, held_out: Responses, n_prompts: int) -> HeldOut | None:
-        """Return the policy against the base on held-out prompts; None where the reward is not
-        defined on what they say, because it is made of labels alone."""
-        pairs = one_pair_per_prompt(held_out.pairs, n_prompts)
-        exported = self.directory / ".final-model"
-        shutil.rmtree(exported, ignore_errors=True)
-        self.session.export(ACTOR, exported)
-        try:
-            policy = self.speaking.speak(exported, pairs)
-        finally:
-            shutil.rmtree(exported, ignore_errors=True)
-        base = self.speaking.speak(self.base_dir, pairs)
-        if policy.rewards is None or base.rewards is None:
-            return None
-        return compare_pairs(
-            _response_pairs(pairs, base, policy),
-            "the reward that it was trained on",
-            Bootstrap(seed=self.speaking.seed),
-            self._kl(policy),
-        )
-
-    def _kl(self, policy: Spoken) -> ProbeKL:
-        if REFERENCE not in self.session.specs:
-            self.session.load(RoleSpec(REFERENCE, "language_model", str(self.base_dir)))
-        now, ref = (pad(self.session.logprobs(r, policy.rows)) for r in (ACTOR, REFERENCE))
-        return kl_probe_estimate(now, ref, mask_of(policy.rows))
-
-
-def _response_pairs(pairs: Sequence[Pair], base: Spoken, policy: Spoken) -> list[ResponsePair]:
-    assert base.rewards is not None and policy.rewards is not None
-    return [
+    session = sampler.judge.scorer.session
+    policy = sampler.sample_actor(scratch, pairs)
+    base = sampler.sample(base_dir, pairs)
+    if policy.rewards is None or base.rewards is None:
+        return None
+    if REFERENCE not in session.specs:
+        session.load(RoleSpec(REFERENCE, "language_model", str(base_dir)))
+    now, ref = (pad(session.logprobs(role, policy.rows)) for role in (ACTOR, REFERENCE))
+    compared = [
         ResponsePair(
             prompt_id=pair.prompt_id,
             prompt=prompt_text(pair.prompt),
@@ -112,6 +83,12 @@ def _response_pairs(pairs: Sequence[Pair], base: Spoken, policy: Spoken) -> list
         )
         for i, pair in enumerate(pairs)
     ]
+    return compare_pairs(
+        compared,
+        "the reward that it was trained on",
+        Bootstrap(seed=sampler.seed),
+        kl_probe_estimate(now, ref, mask_of(policy.rows)),
+    )
 
 
 def report_of(loop: PPOLoop, held_out: HeldOut) -> PolicyReport:
@@ -199,7 +176,7 @@ def _probe(
     """Return a probe on held-out prompts."""
     return PolicyProbe(
         judge.scorer.session,
-        _speaking(cfg, judge, cfg.guards.probe_max_new_tokens),
+        _sampler(cfg, judge, cfg.guards.probe_max_new_tokens),
         one_pair_per_prompt(held_out.pairs, cfg.guards.probe_prompts),
         held_out.first(cfg.guards.held_out_pairs),
         ctx.inputs["base"].path / "model",
@@ -289,22 +266,24 @@ def _report(
     except DataError as error:
         ctx.log.event("no_report", f"the policy is not compared with the base: {error}")
         return None
-    base_dir = ctx.inputs["base"].path / "model"
-    speaking = _speaking(cfg, judge, cfg.report.max_new_tokens)
-    outcome = Outcome(loop.session, speaking, base_dir, ctx.checkpoint_dir)
-    found = outcome.compare(held_out, cfg.report.prompts)
-    if found is None:
+    compared = compare_with_base(
+        _sampler(cfg, judge, cfg.report.max_new_tokens),
+        one_pair_per_prompt(held_out.pairs, cfg.report.prompts),
+        ctx.inputs["base"].path / "model",
+        ctx.checkpoint_dir / ".final-model",
+    )
+    if compared is None:
         ctx.log.event("no_report", "labels alone do not tell what the policy's answers are worth")
         return None
-    report = report_of(loop, found)
+    report = report_of(loop, compared)
     ctx.draft.metrics |= report.metrics()
     return report
 
 
-def _speaking(cfg: OfflinePPOConfig, judge: RewardJudge, max_new_tokens: int) -> Speaking:
+def _sampler(cfg: OfflinePPOConfig, judge: RewardJudge, max_new_tokens: int) -> AnswerSampler:
     """Return how models answer: at temperature 1, for which a KL is unbiased."""
     generation = GenerationConfig(temperature=1.0, max_new_tokens=max_new_tokens, batch_size=512)
-    return Speaking(judge, generation, cfg.seed)
+    return AnswerSampler(judge, generation, cfg.seed)
 
 
 def _write(ctx: StageContext, loop: PPOLoop, report: PolicyReport | None, directory: Path) -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tasks.algorithms.advantages import (
     adaptive_gae_lambda,
-    broadcast_to_tokens,
     control_variate,
     explained_variance,
     fitted_baseline,
@@ -24,143 +22,106 @@ from tasks.algorithms.advantages import (
     rloo_advantages,
 )
 from tasks.algorithms.importance import (
-    TauController,
-    TauTarget,
+    adapt_tau,
     effective_sample_size_from_sums,
     geometric_mean_veto,
     sequence_log_ratio,
     sequence_weights,
+    smooth_tau,
     truncated_importance_weights,
     weight_metrics,
 )
 from tasks.algorithms.kl import weighted_kl_on_data
-from tasks.algorithms.masking import masked_mean, masked_whiten
-from tasks.algorithms.policy_losses import ClipRange
+from tasks.algorithms.masking import broadcast_to_tokens, masked_mean, masked_whiten
 from tasks.algorithms.rewards import token_level_rewards
 from tasks.errors import TrainingError
 from tasks.offline_ppo.batches import Minibatch
-from tasks.offline_ppo.config import SequenceThresholdConfig
-from tasks.pipeline_config import AdvantageConfig, ImportanceConfig, OfflinePPOConfig
-from tasks.runtime.rows import Batch, Trajectories, pad, unpad
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """What a step is taken with; (B, T) over response tokens.
-
-    Args:
-        advantages: per token.
-        weights: truncated, of the frozen proximal to the behaviour policy.
-        returns: the critic's targets, where there is a critic.
-        report: metrics of the batch.
-        log_tau: where the adaptive sequence threshold stands.
-        sizes: (B,) how far each response is from its baseline, in units of the reward; what a
-            prioritised draw prefers. None where there are no advantages.
-    """
-
-    advantages: Tensor
-    weights: Tensor
-    returns: Tensor | None = None
-    report: dict[str, float] = field(default_factory=dict)
-    log_tau: float | None = None
-    sizes: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class StepState:
-    """What adapts from step to step.
-
-    Args:
-        kl_coef: present coefficient of the KL-in-reward.
-        log_tau: where the adaptive sequence threshold stands; None before its first batch.
-    """
-
-    kl_coef: float
-    log_tau: float | None = None
+from tasks.offline_ppo.config import (
+    AdvantageConfig,
+    ImportanceConfig,
+    OfflinePPOConfig,
+    SequenceThresholdConfig,
+)
+from tasks.offline_ppo.objectives import OBJECTIVES
+from tasks.runtime.rows import Batch
 
 
 def prepare_step(
-    cfg: OfflinePPOConfig, data: Trajectories, batch: Minibatch, state: StepState
-) -> StepInputs:
-    """Compute advantages, weights and what to report of a batch.
+    cfg: OfflinePPOConfig, batch: Minibatch, kl_coef: float, log_tau: float | None
+) -> tuple[Minibatch, dict[str, float], float | None]:
+    """Add the advantages, weights and returns that the policy loss needs.
 
     Args:
-        cfg: the stage's config.
-        data: the fixed dataset.
         batch: rows with what the snapshot says of them.
-        state: of the adaptive parts.
+        kl_coef: present coefficient of the KL-in-reward.
+        log_tau: where the adaptive sequence threshold stands; None before its first batch.
+
+    Returns:
+        the batch, what to report of it, and where the threshold stands now.
 
     Raises:
         TrainingError: the sequence threshold leaves nothing of the step.
     """
-    rewards = data.rewards[list(batch.indices)]
-    report = {"reward_mean": float(rewards.mean()), "reward_std": float(rewards.std())}
-    if cfg.policy_loss == "dpo":
-        empty = torch.zeros(batch.mask.shape)
-        return StepInputs(empty, empty, None, report)
-    advantages, returns, removed = advantages_of(cfg.advantage, data, batch, state.kl_coef)
-    report |= removed | {"advantage_mean": float(masked_mean(advantages, batch.mask))}
-    sizes = sizes_of(data, batch, returns)
+    objective, mask = OBJECTIVES[cfg.policy_loss], batch.mask
+    report = {"reward_mean": float(batch.rewards.mean()), "reward_std": float(batch.rewards.std())}
+    if not objective.uses_advantages:
+        return batch, report, log_tau
+
+    advantages, returns, removed = advantages_of(cfg.advantage, batch, kl_coef)
+    report |= removed | {"advantage_mean": float(masked_mean(advantages, mask))}
     if batch.values is not None and returns is not None:
-        explained = explained_variance(batch.values, returns, batch.mask)
-        report["explained_variance"] = float(explained)
+        report["explained_variance"] = float(explained_variance(batch.values, returns, mask))
     advantages = advantages * batch.corrections[:, None]
-    if cfg.policy_loss != "ppo":
-        ones = torch.ones(batch.mask.shape)
-        return StepInputs(advantages, ones, returns, report, sizes=sizes)
-    weights, found = weights_of(cfg.importance, data, batch, advantages)
-    ref = pad([data.ref_logprobs[i] for i in batch.indices])
-    kl, _ = weighted_kl_on_data(batch.proximal_logprobs, ref, weights, batch.mask)
-    report |= found | {"kl_data": float(kl), "kl_coef": state.kl_coef}
-    veto = sequence_veto(cfg.filters.sequence, data, batch, weights, state.log_tau)
-    kept = weights if veto is None else weights * veto.keep[:, None]
-    report |= {} if veto is None else veto.report
-    log_tau = None if veto is None else veto.log_tau
-    return StepInputs(advantages, kept, returns, report, log_tau, sizes)
+    batch = replace(batch, advantages=advantages, returns=returns)
+    if not objective.uses_weights:
+        return batch, report, log_tau
+
+    weights, spread = weights_of(cfg.importance, batch, advantages)
+    kl = weighted_kl_on_data(batch.proximal_logprobs, batch.ref_logprobs, weights, mask)
+    report |= spread | {"kl_data": float(kl), "kl_coef": kl_coef}
+    if cfg.filters.sequence.mode != "off":
+        keep, tau, log_tau = sequence_veto(cfg.filters.sequence, batch, weights, log_tau)
+        report |= {"tau": tau, "vetoed_share": 1.0 - float(keep.float().mean())}
+        weights = weights * keep[:, None]
+    return replace(batch, weights=weights), report, log_tau
 
 
 def advantages_of(
-    cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, kl_coef: float
+    cfg: AdvantageConfig, batch: Minibatch, kl_coef: float
 ) -> tuple[Tensor, Tensor | None, dict[str, float]]:
     """Return (B, T) advantages, with a critic (B, T) returns, and what a control variate did."""
-    groups = data.group_of[list(batch.indices)]
-    rewards, removed = token_rewards_of(cfg, data, batch, kl_coef)
+    rewards, removed = token_rewards_of(cfg, batch, kl_coef)
     if batch.values is not None:
-        return *gae_of(cfg, rewards, batch.values, batch.mask), removed
-    return sequence_advantages(cfg, rewards, batch.mask, groups), None, removed
+        return *gae_of(cfg, rewards, batch.values, batch.mask, batch.bootstrap_values), removed
+    return sequence_advantages(cfg, rewards, batch.mask, batch.groups), None, removed
 
 
 def token_rewards_of(
-    cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, kl_coef: float
+    cfg: AdvantageConfig, batch: Minibatch, kl_coef: float
 ) -> tuple[Tensor, dict[str, float]]:
     """Return (B, T) token rewards less the control variate, and what that did."""
-    groups = data.group_of[list(batch.indices)]
-    scores, removed = _less_baseline(cfg, data, batch, groups)
+    scores, removed = _less_baseline(cfg, batch)
     rewards = token_level_rewards(
         scores,
         batch.proximal_logprobs,
-        pad([data.ref_logprobs[i] for i in batch.indices]) if kl_coef else None,
+        batch.ref_logprobs if kl_coef else None,
         batch.mask,
         kl_coef=kl_coef,
     )
     return rewards, removed
 
 
-def sizes_of(data: Trajectories, batch: Minibatch, returns: Tensor | None) -> Tensor:
+def sizes_of(batch: Minibatch) -> Tensor:
     """Return (B,) how far each response is from what was expected, in units of the reward: from the
     critic's values, or from the mean of its prompt's responses."""
-    if batch.values is not None and returns is not None:
-        return masked_mean((returns - batch.values).abs(), batch.mask, dim=1)
-    groups = data.group_of[list(batch.indices)]
-    return group_statistics(data.rewards[list(batch.indices)], groups).centred.abs()
+    if batch.values is not None and batch.returns is not None:
+        return masked_mean((batch.returns - batch.values).abs(), batch.mask, dim=1)
+    return group_statistics(batch.rewards, batch.groups).centred.abs()
 
 
-def _less_baseline(
-    cfg: AdvantageConfig, data: Trajectories, batch: Minibatch, groups: Tensor
-) -> tuple[Tensor, dict[str, float]]:
+def _less_baseline(cfg: AdvantageConfig, batch: Minibatch) -> tuple[Tensor, dict[str, float]]:
     """Return the rewards (B,) less the configured control variate."""
-    rewards = data.rewards[list(batch.indices)]
-    variate = cfg.control_variate
+    rewards, groups, variate = batch.rewards, batch.groups, cfg.control_variate
     if variate.kind == "none":
         return rewards, {}
     baseline = leave_one_out_baseline(rewards, groups)
@@ -174,64 +135,52 @@ def _less_baseline(
         baseline = fitted_baseline(
             rewards, {name: known[name] for name in variate.features}, groups
         )
-    adjusted = control_variate(rewards, baseline)
-    return adjusted.rewards, {"variance_removed": adjusted.variance_removed}
+    adjusted, removed = control_variate(rewards, baseline)
+    return adjusted, {"variance_removed": removed}
 
 
 def weights_of(
-    cfg: ImportanceConfig, data: Trajectories, batch: Minibatch, advantages: Tensor
+    cfg: ImportanceConfig, batch: Minibatch, advantages: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
     """Return (B, T) truncated weights and how they are distributed."""
-    behavior = pad([data.behavior_logprobs[i] for i in batch.indices])
-    ratio = sequence_log_ratio(batch.proximal_logprobs, behavior, batch.mask, level=cfg.level)
-    weights = truncated_importance_weights(
-        ratio, advantages, batch.mask, level=cfg.level, cap=cfg.cap
+    ratio = sequence_log_ratio(
+        batch.proximal_logprobs, batch.behavior_logprobs, batch.mask, level=cfg.level
     )
-    sums = weight_metrics(ratio, weights, batch.mask, level=cfg.level, cap=cfg.cap)
+    weights = truncated_importance_weights(ratio, advantages, batch.mask, cap=cfg.cap)
+    sums = weight_metrics(ratio, weights, batch.mask, cap=cfg.cap)
     return weights, weight_report(sums)
 
 
-@dataclass(frozen=True)
-class SequenceVeto:
-    """Which responses of a step are too far from the behaviour policy.
-
-    Args:
-        keep: (B,) bool, True = trained on.
-        report: metrics.
-        log_tau: where the adaptive threshold stands.
-    """
-
-    keep: Tensor
-    report: dict[str, float]
-    log_tau: float | None
-
-
 def sequence_veto(
-    cfg: SequenceThresholdConfig,
-    data: Trajectories,
-    batch: Minibatch,
-    weights: Tensor,
-    log_tau: float | None,
-) -> SequenceVeto | None:
-    """Judge the responses of a step by their geometric-mean ratio; None where that is off.
+    cfg: SequenceThresholdConfig, batch: Minibatch, weights: Tensor, log_tau: float | None
+) -> tuple[Tensor, float, float | None]:
+    """Judge the responses of a step by their geometric-mean ratio to the behaviour policy.
 
     Args:
         weights: (B, T), truncated.
         log_tau: where the adaptive threshold stood.
 
+    Returns:
+        (B,) bool, True = near enough to be trained on; the threshold; where the adaptive one
+        stands.
+
     Raises:
         TrainingError: nothing is left.
     """
-    if cfg.mode == "off":
-        return None
-    behavior = pad([data.behavior_logprobs[i] for i in batch.indices])
-    ratio = sequence_log_ratio(batch.proximal_logprobs, behavior, batch.mask, level="geometric")
+    ratio = sequence_log_ratio(
+        batch.proximal_logprobs, batch.behavior_logprobs, batch.mask, level="geometric"
+    )
     tau = cfg.tau
     if cfg.mode == "adaptive":
-        target = TauTarget(cfg.tau_min, cfg.tau_max, cfg.target_ess_share, cfg.target_keep_share)
-        controller = TauController(target, cfg.smoothing, log_tau)
-        controller, choice = controller.update(ratio, sequence_weights(weights, batch.mask))
-        tau, log_tau = choice.tau, controller.log_tau
+        bounds = {"tau_min": cfg.tau_min, "tau_max": cfg.tau_max}
+        tau = adapt_tau(
+            ratio,
+            sequence_weights(weights, batch.mask),
+            ess_share=cfg.target_ess_share,
+            keep_share=cfg.target_keep_share,
+            **bounds,
+        )
+        tau, log_tau = smooth_tau(tau, log_tau, decay=cfg.smoothing, **bounds)
     keep = geometric_mean_veto(ratio, tau)
     if not bool(keep.any()):
         raise TrainingError(
@@ -240,27 +189,33 @@ def sequence_veto(
             "at least one response",
             "raise filters.sequence.tau or tau_max, or lower the learning rate",
         )
-    vetoed = 1.0 - float(keep.float().mean())
-    return SequenceVeto(keep, {"tau": tau, "vetoed_share": vetoed}, log_tau)
+    return keep, tau, log_tau
 
 
 def gae_of(
-    cfg: AdvantageConfig, rewards: Tensor, values: Tensor, mask: Tensor
+    cfg: AdvantageConfig,
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    bootstrap_values: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return whitened GAE advantages and the returns, both (B, T).
 
     An adaptive lambda follows the share of the returns' variance that the values leave unexplained.
     """
+    estimate = partial(
+        generalized_advantage_estimate,
+        rewards,
+        values,
+        mask,
+        gamma=cfg.gamma,
+        bootstrap_values=bootstrap_values,
+    )
     gae_lambda = cfg.gae_lambda
     if gae_lambda == "adaptive":
-        _, returns = generalized_advantage_estimate(
-            rewards, values, mask, gamma=cfg.gamma, gae_lambda=1.0
-        )
-        unexplained = 1.0 - float(explained_variance(values, returns, mask))
-        gae_lambda = adaptive_gae_lambda(min(max(unexplained, 0.0), 1.0))
-    advantages, returns = generalized_advantage_estimate(
-        rewards, values, mask, gamma=cfg.gamma, gae_lambda=gae_lambda
-    )
+        _, returns = estimate(gae_lambda=1.0)
+        gae_lambda = adaptive_gae_lambda(1.0 - float(explained_variance(values, returns, mask)))
+    advantages, returns = estimate(gae_lambda=gae_lambda)
     return masked_whiten(advantages, mask), returns
 
 
@@ -276,7 +231,7 @@ def sequence_advantages(
         groups: (B,) int64, the prompt of each row.
     """
     if cfg.estimator == "reinforce_pp":
-        return reinforce_pp_advantages(rewards, mask, gamma=cfg.gamma)[0]
+        return reinforce_pp_advantages(rewards, mask, gamma=cfg.gamma)
     scores = rewards.sum(dim=1)
     if cfg.estimator == "rloo":
         advantages = rloo_advantages(scores, groups)
@@ -300,77 +255,46 @@ def weight_report(sums: dict[str, Tensor]) -> dict[str, float]:
     }
 
 
-# The policy losses by name: what the workers compute, and the columns that they need.
+# What goes to the workers.
 
 
 def actor_loss(cfg: OfflinePPOConfig) -> Callable[..., Any]:
     """Return the loss of ``policy_loss`` for the workers."""
-    from tasks.runtime.verl_losses import (
-        ActorTerms,
-        LikelihoodRule,
-        likelihood_loss,
-        policy_loss,
-        preference_loss,
-    )
+    from tasks.runtime import verl_losses
 
-    loss = cfg.loss
-    terms = ActorTerms(loss.aggregation, loss.entropy_coef, loss.kl_coef, loss.kl_kind)
-    if cfg.policy_loss == "ppo":
-        clip = ClipRange(loss.clip_low, loss.clip_high, loss.dual_clip)
-        return partial(policy_loss, clip, terms)
-    if cfg.policy_loss == "dpo":
-        return partial(preference_loss, loss.dpo_beta, loss.dpo_label_smoothing, terms)
-    rule = LikelihoodRule(cfg.policy_loss, cfg.importance.level, loss.clip_high)
-    return partial(likelihood_loss, rule, terms)
+    objective, loss = OBJECTIVES[cfg.policy_loss], cfg.loss
+    return partial(
+        verl_losses.actor_loss,
+        objective.formula(cfg),
+        objective.columns,
+        mode=loss.aggregation,
+        entropy_coef=loss.entropy_coef,
+        kl_coef=loss.kl_coef,
+        kl_kind=loss.kl_kind,
+    )
 
 
 def critic_step_loss(cfg: OfflinePPOConfig) -> Callable[..., Any]:
     """Return the critic's loss for the workers."""
     from tasks.runtime.verl_losses import critic_loss
 
-    return partial(critic_loss, cfg.critic.value_clip, cfg.loss.aggregation)
+    return partial(critic_loss, clip_range=cfg.critic.value_clip, mode=cfg.loss.aggregation)
 
 
-def actor_batch(
-    cfg: OfflinePPOConfig,
-    data: Trajectories,
-    batch: Minibatch,
-    inputs: StepInputs,
-    n_rows: int,
-) -> Batch:
-    """Return a step's rows with the columns that its loss reads.
-
-    Args:
-        inputs: advantages and weights of the whole step.
-        n_rows: the first rows, which are trained on.
-    """
-    padded: dict[str, Tensor] = {}
-    stored: dict[str, Sequence[Tensor]] = {}
-    if cfg.policy_loss == "ppo":
-        padded = {
-            "proximal_logprobs": batch.proximal_logprobs,
-            "advantages": inputs.advantages,
-            "weights": inputs.weights,
-        }
-    elif cfg.policy_loss != "dpo":
-        padded = {"advantages": inputs.advantages}
-        stored = {"behavior_logprobs": data.behavior_logprobs}
-    if cfg.policy_loss == "dpo" or cfg.loss.kl_coef > 0.0:
-        stored = {**stored, "ref_logprobs": data.ref_logprobs}
-    rows, indices = batch.rows[:n_rows], batch.indices[:n_rows]
-    columns = {name: unpad(tensor[:n_rows], rows) for name, tensor in padded.items()}
-    columns |= {name: [column[i] for i in indices] for name, column in stored.items()}
+def actor_batch(cfg: OfflinePPOConfig, batch: Minibatch, n_rows: int) -> Batch:
+    """Return the first ``n_rows`` rows of a step with the columns that the actor's loss reads."""
+    objective = OBJECTIVES[cfg.policy_loss]
+    columns = {*objective.columns, *(["ref_logprobs"] if cfg.loss.kl_coef > 0.0 else [])}
     return Batch(
-        rows,
-        columns,
-        group_size=2 if cfg.policy_loss == "dpo" else 1,
+        batch.rows[:n_rows],
+        batch.columns(sorted(columns), n_rows),
+        group_size=objective.group_size,
         scalars={"calculate_entropy": cfg.loss.entropy_coef > 0.0},
     )
 
 
-def critic_batch(batch: Minibatch, returns: Tensor, n_rows: int) -> Batch:
-    """Return the first ``n_rows`` rows of a step with old values and returns, (B, T)."""
-    assert batch.values is not None
-    columns = {"old_values": batch.values, "returns": returns}
-    rows = batch.rows[:n_rows]
-    return Batch(rows, {name: unpad(tensor[:n_rows], rows) for name, tensor in columns.items()})
+def critic_batch(batch: Minibatch, n_rows: int) -> Batch:
+    """Return the first ``n_rows`` rows of a step with old values and returns."""
+    columns = batch.columns(("values", "returns"), n_rows)
+    columns["old_values"] = columns.pop("values")
+    return Batch(batch.rows[:n_rows], columns)

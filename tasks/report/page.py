@@ -84,11 +84,11 @@ def render_html(package: str, name: str, **values: Any) -> str:
     folder = files(package)
     script = folder / f"{name}.js"
     code = script.read_text("utf-8").strip() if script.is_file() else ""
-    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    policy = (
-        "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-        f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    )
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; "
+    policy += "form-action 'none'"
+    if code:
+        digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+        policy += f"; script-src 'sha256-{digest}'"
     template = (folder / f"{name}.html").read_text("utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return plain(environment.from_string(template).render(policy=policy, script=code, **values))

@@ -23,7 +23,7 @@ from tasks.algorithms.statistics import (
     win_credit,
 )
 from tasks.data.hh import Message
-from tasks.data.schemas import RowGroupWriter, make_schema
+from tasks.data.schemas import make_schema, write_rows
 from tasks.report.page import cell, example, join, plain
 
 
@@ -210,5 +210,5 @@ def _sample_section(rank: int, pair: ResponsePair) -> str:
 
 def write_response_pairs(path: Path, pairs: Sequence[ResponsePair]) -> None:
     """Write all pairs as Parquet, by score difference, the policy's best first."""
-    with RowGroupWriter(path, RESPONSE_PAIR_SCHEMA, _ROWS_PER_GROUP) as writer:
-        writer.write(pair.as_row() for pair in sort_pairs(pairs))
+    rows = (pair.as_row() for pair in sort_pairs(pairs))
+    write_rows(path, rows, RESPONSE_PAIR_SCHEMA, _ROWS_PER_GROUP)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from tasks.algorithms.calibration import ReliabilityBin
+if TYPE_CHECKING:
+    from tasks.algorithms.calibration import ReliabilityBin
 
 # Told apart by the colour-blind (Okabe and Ito, 2008).
 BLUE: Final = "#0072B2"

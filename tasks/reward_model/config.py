@@ -16,6 +16,7 @@ from tasks.config.shared import (
     RuntimeConfig,
     Section,
     StageConfig,
+    changed_fields,
     check_budget,
     check_shares,
 )
@@ -128,6 +129,15 @@ class RewardModelConfig(StageConfig):
         if self.held_out.stop_after is not None and not self.held_out.select_best:
             raise ValueError("held_out.stop_after needs held_out.select_best")
         return self
+
+    def settings_without_effect(self) -> dict[str, str]:
+        """Return the settings that were changed and that nothing reads in this combination, each
+        with the reason."""
+        idle = dict.fromkeys(self.optimizer.idle("optimizer"), "optimizer.schedule is constant")
+        if self.noise.method == "none":
+            noise = changed_fields(self.noise, "noise", "folds", "flip_rate")
+            idle |= dict.fromkeys(noise, "noise.method is none")
+        return idle
 
     def _check_names(self) -> None:
         for name in self.components:

@@ -106,22 +106,6 @@ def scored_pairs(
 
 
 @dataclass(frozen=True)
-class Distribution:
-    """Spread of n values.
-
-    Args:
-        std: unbiased; 0 for one value.
-        quantiles: by name, ``p05`` to ``p95``, interpolated linearly between values.
-    """
-
-    mean: float
-    std: float
-    minimum: float
-    maximum: float
-    quantiles: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class AccuracyBin:
     """Accuracy of the pairs whose quantity lies between two of its values, both included.
 
@@ -149,6 +133,8 @@ class PairSummary:
         ece: expected calibration error, from 0 to 0.5 where accuracy is above chance.
         longer_wins, shorter_wins: accuracy of always preferring the response with more, or fewer,
             tokens; equal lengths count half.
+        chosen, rejected, margin: mean, std (unbiased; 0 for one value), minimum, maximum, and
+            quantiles by name, ``p05`` to ``p95``, interpolated linearly between values.
         by_margin: by the absolute margin.
         by_length_difference: by tokens of chosen less tokens of rejected.
         by_disagreement: empty where the reward model has one member.
@@ -165,9 +151,9 @@ class PairSummary:
     ece_calibrated: float
     longer_wins: float
     shorter_wins: float
-    chosen: Distribution
-    rejected: Distribution
-    margin: Distribution
+    chosen: dict[str, Any]
+    rejected: dict[str, Any]
+    margin: dict[str, Any]
     by_margin: list[AccuracyBin]
     by_length_difference: list[AccuracyBin]
     by_disagreement: list[AccuracyBin]
@@ -202,8 +188,8 @@ class RewardReport:
             "baseline_longer_wins": self.overall.longer_wins,
             "baseline_shorter_wins": self.overall.shorter_wins,
             "test_tie_share": self.overall.n_ties / self.overall.n,
-            "test_margin_mean": self.overall.margin.mean,
-            "test_margin_std": self.overall.margin.std,
+            "test_margin_mean": self.overall.margin["mean"],
+            "test_margin_std": self.overall.margin["std"],
         }
         names = ("accuracy", "accuracy_low", "accuracy_high", "log_loss", "log_loss_calibrated")
         for name in (*names, "ece", "ece_calibrated"):
@@ -310,15 +296,15 @@ def accuracy_bins(values: Column, margins: Column) -> list[AccuracyBin]:
     return bins
 
 
-def _distribution(values: Sequence[float] | Column) -> Distribution:
+def _distribution(values: Sequence[float] | Column) -> dict[str, Any]:
     column = np.asarray(values, np.float64)
-    return Distribution(
-        mean=float(column.mean()),
-        std=float(column.std(ddof=1)) if len(column) > 1 else 0.0,
-        minimum=float(column.min()),
-        maximum=float(column.max()),
-        quantiles={name: float(np.quantile(column, q)) for name, q in _QUANTILES.items()},
-    )
+    return {
+        "mean": float(column.mean()),
+        "std": float(column.std(ddof=1)) if len(column) > 1 else 0.0,
+        "minimum": float(column.min()),
+        "maximum": float(column.max()),
+        "quantiles": {name: float(np.quantile(column, q)) for name, q in _QUANTILES.items()},
+    }
 
 
 def write_reward_report(report: RewardReport, directory: Path) -> list[Path]:
@@ -408,9 +394,9 @@ def _score_table(report: RewardReport) -> str:
     for name, summary in _named(report):
         for label in ("chosen", "rejected", "margin"):
             spread = getattr(summary, label)
-            values = (spread.mean, spread.std, *spread.quantiles.values())
+            values = (spread["mean"], spread["std"], *spread["quantiles"].values())
             rows.append((name, label, *(f"{value:.3f}" for value in values)))
-    header = ("pairs", "of", "mean", "s.d.", *report.overall.chosen.quantiles)
+    header = ("pairs", "of", "mean", "s.d.", *report.overall.chosen["quantiles"])
     return table(header, rows)
 
 
@@ -471,17 +457,16 @@ def _scores(axes: plots.Axes, report: RewardReport) -> None:
 
 
 def _by_margin(axes: plots.Axes, report: RewardReport) -> None:
+    unit = "mean absolute margin in the bin (raw score, nats)"
     _draw_accuracy(axes, report.overall.by_margin, report.overall.accuracy)
-    axes.set(title="Accuracy by margin", xlabel="mean absolute margin in the bin (raw score, nats)")
+    axes.set(title="Accuracy by margin", xlabel=unit)
 
 
 def _by_length(axes: plots.Axes, report: RewardReport) -> None:
+    unit = "mean length of chosen less rejected in the bin (tokens)"
     _draw_accuracy(axes, report.overall.by_length_difference, report.overall.accuracy)
     axes.axvline(0.0, color=plots.GREY, linewidth=0.8)
-    axes.set(
-        title="Accuracy by length difference",
-        xlabel="mean length of chosen less rejected in the bin (tokens)",
-    )
+    axes.set(title="Accuracy by length difference", xlabel=unit)
 
 
 def _draw_accuracy(axes: plots.Axes, bins: Sequence[AccuracyBin], overall: float) -> None:

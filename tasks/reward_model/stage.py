@@ -23,10 +23,10 @@ from tasks.artifacts import (
 )
 from tasks.context import StageContext
 from tasks.data.columns import PairScore, write_pair_scores
-from tasks.data.pairs import SPLITS
+from tasks.data.hh import SPLITS
 from tasks.data.rendering import Renderer
 from tasks.errors import DataError, RewardError
-from tasks.pipeline_config import RewardComponentConfig, RewardModelConfig
+from tasks.reward_model.config import RewardComponentConfig, RewardModelConfig
 from tasks.reward_model.report import RewardReport, reward_report, scored_pairs, write_reward_report
 from tasks.reward_model.training import (
     CrossFit,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +20,6 @@ from transformers import (
 )
 
 from tasks.algorithms.reward_losses import (
-    PairRegularization,
-    PairTargets,
     bradley_terry_loss,
     fit_noisy_scale,
     fitted_log_loss,
@@ -32,12 +29,14 @@ from tasks.algorithms.reward_losses import (
     split_interleaved,
 )
 from tasks.algorithms.samplers import GroupSampler, LengthGroupedSampler
+from tasks.artifacts import appearing, write_whole
+from tasks.config.shared import OptimizerConfig
 from tasks.context import RunLog
 from tasks.data.pairs import fold_of
 from tasks.data.rendering import RenderedPair
 from tasks.errors import DataError
 from tasks.models.loading import merge_reward_adapter, write_reward_model
-from tasks.pipeline_config import OptimizerConfig, RewardModelConfig
+from tasks.reward_model.config import RewardModelConfig
 from tasks.runtime.rows import Batch, RoleSpec, Row, response_rows
 from tasks.runtime.session import Session
 from tasks.runtime.supervised import CheckpointStore, SupervisedRun, count_steps, train_supervised
@@ -133,9 +132,8 @@ class FrozenStates:
         if not file.exists():
             self.session.load(RoleSpec(_ROLE, "value_model", str(self.base_dir)))
             states = self.session.last_states(_ROLE, response_rows(pairs)).float()
-            temporary = file.with_suffix(".tmp")
-            save_file({"states": states.contiguous()}, temporary)
-            os.replace(temporary, file)
+            with appearing(file) as temporary:
+                save_file({"states": states.contiguous()}, temporary)
         kept: Tensor = load_file(file)["states"]
         return kept
 
@@ -196,8 +194,11 @@ def _loss(cfg: RewardModelConfig, part: LabelledPairs, scores: Tensor) -> Tensor
         scores[:, 0],
         scores[:, 1],
         total_pairs=total,
-        targets=PairTargets(part.weights, part.margins, part.trust),
-        regularization=PairRegularization(cfg.loss.label_smoothing, cfg.loss.center_coef),
+        weights=part.weights,
+        margins=part.margins,
+        trust=part.trust,
+        label_smoothing=cfg.loss.label_smoothing,
+        center_coef=cfg.loss.center_coef,
     )
     return loss
 
@@ -321,8 +322,12 @@ class MemberTrainer:
         from tasks.runtime.verl_losses import pairwise_loss
 
         cfg, held_out = self.cfg, self.cfg.held_out
-        terms = PairRegularization(cfg.loss.label_smoothing, cfg.loss.center_coef)
-        self.session.set_loss(ROLE, partial(pairwise_loss, terms))
+        loss_fn = partial(
+            pairwise_loss,
+            label_smoothing=cfg.loss.label_smoothing,
+            center_coef=cfg.loss.center_coef,
+        )
+        self.session.set_loss(ROLE, loss_fn)
         best = BestStep(self.work_dir / name)
         best.load()
 
@@ -380,9 +385,7 @@ class BestStep:
 
     def record(self) -> None:
         """Write down the step."""
-        temporary = self.root / "best.json.tmp"
-        temporary.write_text(json.dumps({"step": self.step, "loss": self.loss}))
-        temporary.replace(self.root / "best.json")
+        write_whole(self.root / "best.json", json.dumps({"step": self.step, "loss": self.loss}))
 
     def offer(self, step: int, loss: float, session: Session) -> None:
         """Keep the role's weights when the loss is lower; the record names only complete
@@ -405,10 +408,10 @@ def pair_metrics(
     rows: list[Row] = response_rows(pairs)
     chosen, rejected = split_interleaved(session.scores(role, rows))
     loss, _ = bradley_terry_loss(chosen, rejected, total_pairs=float(len(pairs)))
-    counts = pairwise_accuracy(chosen, rejected)
+    accuracy, tie_share = pairwise_accuracy(chosen, rejected)
     return {
-        "accuracy": float(counts.accuracy),
-        "tie_share": float(counts.tie_sum / counts.n_pairs),
+        "accuracy": accuracy,
+        "tie_share": tie_share,
         "log_loss": float(loss),
         "noisy_log_loss": noisy_log_loss(chosen - rejected, flip_rate=flip_rate),
         "fitted_log_loss": fitted_log_loss(chosen - rejected, flip_rate=flip_rate),

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from tasks.config.shared import GenerationConfig, RuntimeConfig
 from tasks.data.hh import Message
 from tasks.data.rendering import Renderer
 from tasks.errors import DataError
 from tasks.models.loading import load_causal_lm
-from tasks.pipeline_config import GenerationConfig, RuntimeConfig
 from tasks.runtime.rows import Row
 from tasks.runtime.session import resolve_device
 

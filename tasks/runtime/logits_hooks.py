@@ -160,7 +160,7 @@ class AgreementReader(_Reader):
         cut = _cut(logits, self.vocab_size)
         logprobs, ids = tokens.column(TEACHER_LOGPROBS), tokens.column(TEACHER_IDS)
         assert logprobs is not None and ids is not None
-        kl = topk_tail_kl(logprobs, ids, cut, tau=1.0)
+        kl = topk_tail_kl(logprobs, ids, cut, tau=1.0, direction="forward")
         return {"kl": kl, "same_top": (cut.argmax(-1) == ids[:, 0]).float()}
 
 
@@ -224,7 +224,6 @@ class StudentLoss:
             token_loss,
             token_kl,
             token_nll,
-            torch.ones_like(token_loss, dtype=torch.bool),
             tau=self.tau,
             total_tokens=float(data["batch_num_tokens"]),
         )

@@ -26,7 +26,7 @@ from tasks.algorithms.packed_rows import (
     merge_rows,
     merged_tokens,
 )
-from tasks.pipeline_config import RuntimeConfig
+from tasks.config.shared import RuntimeConfig
 
 # What must stay in one micro-batch: merged rows, each of them the indices of its rows.
 Unit = list[list[int]]

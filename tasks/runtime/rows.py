@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tasks.artifacts import PreferenceDataset
+from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
 from tasks.data.columns import (
     TokenColumns,
     hash_responses,
@@ -24,11 +25,6 @@ from tasks.data.hh import Pair
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.errors import DataError, RewardError
-from tasks.pipeline_config import (
-    LoraConfig,
-    OptimizerConfig,
-    RuntimeConfig,
-)
 
 REFERENCE = "reference"
 
@@ -339,6 +335,8 @@ class Trajectories:
     def __post_init__(self) -> None:
         if self.n_stored < 0:
             object.__setattr__(self, "n_stored", len(self.rows))
+        if not len(self.ended):
+            object.__setattr__(self, "ended", torch.ones(len(self.rows), dtype=torch.bool))
         spread = float(self.rewards.std()) if len(self.rewards) > 1 else 0.0
         if not spread > 0.0:
             raise RewardError(
@@ -393,7 +391,7 @@ def cached_logprobs(
             {"logprobs": compute()},
         )
         write_token_columns(file, columns, key)
-    return read_token_columns(file, key).floats["logprobs"]
+    return list(read_token_columns(file, key).floats["logprobs"])
 
 
 def pad(tensors: Sequence[Tensor]) -> Tensor:

@@ -21,10 +21,10 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 
+from tasks.config.shared import RuntimeConfig
 from tasks.context import RunLog, run_logger
 from tasks.errors import ClusterError, ConfigError, MemoryLimitError, TrainingError, WorkerLostError
 from tasks.models.loading import list_weight_files
-from tasks.pipeline_config import RuntimeConfig
 from tasks.runtime import placement
 from tasks.runtime.logits_hooks import FLAG, LogitsHook
 from tasks.runtime.placement import release, reserve
@@ -845,8 +845,8 @@ class Session:
         return together([self._logprobs(role, rows, temperature)])[0]
 
     def values(self, role: str, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Return the value of the state before each response token, one tensor of shape (T_i,) per
-        row."""
+        """Return the value of the state before each response token and of the one after the last,
+        one tensor of shape (T_i + 1,) per row."""
         return together([self._values(role, rows)])[0]
 
     def logprobs_and_values(
@@ -872,7 +872,8 @@ class Session:
     def _values(self, role: str, rows: Sequence[Row]) -> Job[list[torch.Tensor]]:
         outputs = yield from self._infer(role, rows, ("values",), {})
         return [
-            before_tokens(values, row) for values, row in zip(outputs["values"], rows, strict=True)
+            values[len(row.prompt_ids) - 1 :].clone()
+            for values, row in zip(outputs["values"], rows, strict=True)
         ]
 
     def scores(self, role: str, rows: Sequence[Row]) -> torch.Tensor:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from tasks.algorithms.samplers import GroupSampler
+from tasks.config.shared import CheckpointConfig
 from tasks.context import RunLog
 from tasks.data.history import RunHistory
 from tasks.errors import ArtifactError, MemoryLimitError, WorkerLostError
-from tasks.pipeline_config import CheckpointConfig
 from tasks.runtime.rows import Batch
 from tasks.runtime.session import Session
 
@@ -208,11 +208,20 @@ def resume(run: SupervisedRun, sampler: GroupSampler) -> int:
 
 
 def per_unit(metrics: dict[str, float]) -> dict[str, float]:
-    """Divide summed metrics by their counts: ``x_sum`` becomes ``x``, per pair, sequence or
-    token."""
-    count = metrics.get("n_pairs") or metrics.get("n_tokens")
-    readable = {name: value for name, value in metrics.items() if not name.endswith("_sum")}
-    if count:
-        sums = {name: value for name, value in metrics.items() if name.endswith("_sum")}
-        readable |= {name.removesuffix("_sum"): value / count for name, value in sums.items()}
-    return {name: value for name, value in readable.items() if not name.startswith("n_")}
+    """Divide summed metrics by their counts: ``x_sum`` becomes ``x``, per pair, else per token.
+
+    Sums with a prefix of their own, such as ``dpo_``, are divided by the count with that prefix.
+    """
+    counts: dict[str, float] = {}
+    for unit in ("n_tokens", "n_pairs"):
+        counts |= {name.removesuffix(unit): n for name, n in metrics.items() if name.endswith(unit)}
+    readable: dict[str, float] = {}
+    for name, value in metrics.items():
+        prefix = max((p for p in counts if name.startswith(p)), key=len, default="")
+        if name.removeprefix(prefix).startswith("n_"):
+            continue
+        if not name.endswith("_sum"):
+            readable[name] = value
+        elif counts.get(prefix):
+            readable[name.removesuffix("_sum")] = value / counts[prefix]
+    return readable

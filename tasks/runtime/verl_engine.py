@@ -31,8 +31,8 @@ from tasks.algorithms.packed_rows import (
     prefix_mask_mod,
     tree_attention,
 )
-from tasks.pipeline_config import LoraConfig as AdapterConfig
-from tasks.pipeline_config import StudentLoraConfig
+from tasks.config.shared import LoraConfig as AdapterConfig
+from tasks.config.shared import StudentLoraConfig
 from tasks.runtime.logits_hooks import FLAG, LOSS, LogitsHook, Tokens
 from tasks.runtime.micro_batches import (
     FLEX_ATTENTION,

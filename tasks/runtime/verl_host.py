@@ -39,9 +39,9 @@ from verl.workers.config import (
 )
 from verl.workers.engine_workers import TrainingWorker
 
+from tasks.config.shared import RuntimeConfig
 from tasks.errors import ModelError
 from tasks.models.loading import list_weight_files
-from tasks.pipeline_config import RuntimeConfig
 from tasks.runtime.micro_batches import attention_implementation, plain_rows_reason, shares_prompts
 from tasks.runtime.rows import RoleSpec
 from tasks.runtime.verl_engine import register_engines

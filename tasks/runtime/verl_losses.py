@@ -7,7 +7,7 @@ adapter multiplies by the rank count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,27 +16,19 @@ from torch import Tensor
 from tasks.algorithms.importance import (
     LikelihoodKind,
     RatioLevel,
-    current_log_ratio,
     likelihood_weights,
+    sequence_log_ratio,
 )
 from tasks.algorithms.kl import KLKind
 from tasks.algorithms.masking import LossMode, Totals, aggregate, masked_sum
 from tasks.algorithms.policy_losses import (
-    ClipRange,
-    PolicyBatch,
-    decoupled_ppo_loss,
     dpo_loss,
     entropy_loss,
     kl_loss,
     value_loss,
     weighted_likelihood_loss,
 )
-from tasks.algorithms.reward_losses import (
-    PairRegularization,
-    PairTargets,
-    bradley_terry_loss,
-    split_interleaved,
-)
+from tasks.algorithms.reward_losses import bradley_terry_loss, split_interleaved
 
 # What every loss reads from verl's micro-batches.
 
@@ -44,8 +36,8 @@ Loss = tuple[Tensor, dict[str, float]]
 
 
 def floats(metrics: dict[str, Tensor]) -> dict[str, float]:
-    """Return metrics as plain numbers."""
-    return {name: float(value) for name, value in metrics.items()}
+    """Return metrics as plain numbers, read from the device at once."""
+    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
 
 def response_mask(data: Any) -> Tensor:
@@ -103,10 +95,12 @@ def last_token_scores(values: Any) -> Tensor:
 
 
 def pairwise_loss(
-    regularization: PairRegularization,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    label_smoothing: float,
+    center_coef: float,
 ) -> Loss:
     """Bradley-Terry loss over interleaved rows: chosen, rejected, chosen, rejected, ...
 
@@ -120,8 +114,11 @@ def pairwise_loss(
         chosen,
         rejected,
         total_pairs=float(total),
-        targets=PairTargets(weights, _of_pairs(data, "margin"), _of_pairs(data, "trust")),
-        regularization=regularization,
+        weights=weights,
+        margins=_of_pairs(data, "margin"),
+        trust=_of_pairs(data, "trust"),
+        label_smoothing=label_smoothing,
+        center_coef=center_coef,
     )
     return loss * n_ranks(data), floats(metrics)
 
@@ -134,144 +131,96 @@ def _of_pairs(data: Any, column: str) -> Tensor | None:
     return values
 
 
-# Losses of actor and critic over verl's batches; see `verl_losses` for how shares add up.
+# Losses of actor and critic.
 
 
-@dataclass(frozen=True)
-class ActorTerms:
-    """What every policy loss shares.
-
-    Args:
-        mode: how token losses are averaged.
-        entropy_coef: bonus per nat of entropy; 0 is off.
-        kl_coef: loss per nat of KL from the reference; 0 is off.
-        kl_kind: estimator of that KL.
-    """
-
-    mode: LossMode = "token-mean"
-    entropy_coef: float = 0.0
-    kl_coef: float = 0.0
-    kl_kind: KLKind = "k2"
-
-
-@dataclass(frozen=True)
-class LikelihoodRule:
-    """How a gradient without a proximal policy is weighted.
-
-    Args:
-        kind: which method.
-        level: of the ratio to the behaviour policy.
-        clip_range: of a_lol.
-    """
-
-    kind: LikelihoodKind
-    level: RatioLevel = "sequence"
-    clip_range: float = 0.2
-
-
-def policy_loss(
-    clip: ClipRange,
-    terms: ActorTerms,
+def actor_loss(
+    formula: Callable[..., tuple[Tensor, dict[str, Tensor]]],
+    columns: Sequence[str],
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    mode: LossMode,
+    entropy_coef: float = 0.0,
+    kl_coef: float = 0.0,
+    kl_kind: KLKind = "k2",
 ) -> Loss:
-    """Decoupled clipped surrogate; columns ``proximal_logprobs``, ``advantages``, ``weights``."""
-    frozen = PolicyBatch(
-        proximal_logprobs=padded(data, "proximal_logprobs"),
-        advantages=padded(data, "advantages"),
-        weights=padded(data, "weights"),
-        response_mask=response_mask(data),
-    )
+    """Any policy loss, with entropy bonus and KL from the reference where they are on.
+
+    Args:
+        formula: ``formula(logprobs, mask=, totals=, **columns)``, all tensors (B, T), gives this
+            micro-batch's share of the step's loss, and metrics that add up.
+        columns: of the batch that it reads; the KL reads ``ref_logprobs``.
+        mode: how token losses are averaged.
+        entropy_coef: bonus per nat of entropy.
+        kl_coef, kl_kind: loss per nat of KL, and its estimator.
+    """
+    mask, counts = response_mask(data), totals(data, mode)
     logprobs = of_responses(model_output["log_probs"], data)
-    loss = decoupled_ppo_loss(logprobs, frozen, totals=totals(data, terms.mode), clip=clip)
-    return _with_terms(loss, logprobs, terms, model_output, data)
+    frozen = {name: padded(data, name) for name in columns}
+    loss, metrics = formula(logprobs, mask=mask, totals=counts, **frozen)
+    if entropy_coef > 0.0:
+        entropy = of_responses(model_output["entropy"], data)
+        bonus, added = entropy_loss(entropy, mask, coef=entropy_coef, totals=counts)
+        loss, metrics = loss + bonus, metrics | added
+    if kl_coef > 0.0:
+        ref = padded(data, "ref_logprobs")
+        term, added = kl_loss(logprobs, ref, mask, kind=kl_kind, coef=kl_coef, totals=counts)
+        loss, metrics = loss + term, metrics | added
+    return loss * n_ranks(data), floats(metrics)
 
 
 def likelihood_loss(
-    rule: LikelihoodRule,
-    terms: ActorTerms,
-    model_output: Any = None,
-    data: Any = None,
-    dp_group: Any = None,
-) -> Loss:
-    """Weighted log-likelihood; columns ``behavior_logprobs`` and ``advantages``.
-
-    The weights follow the current policy, as their papers have it.
-    """
-    mask, advantages = response_mask(data), padded(data, "advantages")
-    logprobs = of_responses(model_output["log_probs"], data)
-    ratio = current_log_ratio(logprobs, padded(data, "behavior_logprobs"), mask, level=rule.level)
-    weights = likelihood_weights(rule.kind, ratio, advantages, mask, clip_range=rule.clip_range)
-    loss = weighted_likelihood_loss(
-        logprobs, advantages, weights, mask, totals=totals(data, terms.mode)
-    )
-    return _with_terms(loss, logprobs, terms, model_output, data)
+    logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    kind: LikelihoodKind,
+    level: RatioLevel,
+    clip_range: float,
+    totals: Totals,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weighted log-likelihood, whose weights follow the current policy, as their papers have it."""
+    ratio = sequence_log_ratio(logprobs, behavior_logprobs, mask, level=level)
+    weights = likelihood_weights(kind, ratio, advantages, mask, clip_range=clip_range)
+    return weighted_likelihood_loss(logprobs, advantages, weights, mask, totals=totals)
 
 
 def preference_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
     beta: float,
     label_smoothing: float,
-    terms: ActorTerms,
-    model_output: Any = None,
-    data: Any = None,
-    dp_group: Any = None,
-) -> Loss:
-    """DPO over interleaved rows, chosen, rejected, chosen, ...; column ``ref_logprobs``."""
-    mask = response_mask(data)
-    logprobs = of_responses(model_output["log_probs"], data)
-    log_ratio = masked_sum(logprobs - padded(data, "ref_logprobs"), mask, dim=1)
-    chosen, rejected = split_interleaved(log_ratio)
+    totals: Totals,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """DPO over interleaved rows: chosen, rejected, chosen, ..."""
+    chosen, rejected = split_interleaved(masked_sum(logprobs - ref_logprobs, mask, dim=1))
     loss, metrics = dpo_loss(
         chosen,
         rejected,
         beta=beta,
-        total_pairs=float(data["global_batch_size"]) / 2,
         label_smoothing=label_smoothing,
+        total_pairs=totals.sequences / 2,
     )
-    # Counted per pair, unlike the terms below.
-    pairs = {f"dpo_{name}": value for name, value in metrics.items()}
-    return _with_terms((loss, pairs), logprobs, terms, model_output, data)
-
-
-def _with_terms(
-    loss: tuple[Tensor, dict[str, Tensor]],
-    logprobs: Tensor,
-    terms: ActorTerms,
-    model_output: Any,
-    data: Any,
-) -> Loss:
-    """Add entropy bonus and KL loss where they are on, and scale to this rank's share."""
-    value, metrics = loss
-    mask, counts = response_mask(data), totals(data, terms.mode)
-    if terms.entropy_coef > 0.0:
-        entropy = of_responses(model_output["entropy"], data)
-        bonus, found = entropy_loss(entropy, mask, coef=terms.entropy_coef, totals=counts)
-        value, metrics = value + bonus, metrics | found
-    if terms.kl_coef > 0.0:
-        term, found = kl_loss(
-            logprobs,
-            padded(data, "ref_logprobs"),
-            mask,
-            kind=terms.kl_kind,
-            coef=terms.kl_coef,
-            totals=counts,
-        )
-        value, metrics = value + term, metrics | found
-    return value * n_ranks(data), floats(metrics)
+    # Counted per pair, unlike entropy and KL.
+    return loss, {f"dpo_{name}": value for name, value in metrics.items()}
 
 
 def critic_loss(
-    clip_range: float,
-    mode: LossMode,
     model_output: Any = None,
     data: Any = None,
     dp_group: Any = None,
+    *,
+    clip_range: float,
+    mode: LossMode,
 ) -> Loss:
     """Clipped squared error of the values; columns ``old_values`` and ``returns``."""
-    values = of_responses(model_output["values"], data)
     loss, metrics = value_loss(
-        values,
+        of_responses(model_output["values"], data),
         padded(data, "old_values"),
         padded(data, "returns"),
         response_mask(data),

@@ -16,11 +16,11 @@ from tasks.artifacts import PolicyCheckpoint, PreferenceDataset
 from tasks.context import StageContext
 from tasks.data.pairs import iter_pairs, read_pairs
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
-from tasks.models.tiny import TinySpec, build_tiny_model
-from tasks.pipeline_config import SftConfig, TinyModelConfig
+from tasks.models.tiny import build_tiny_model
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import Session, open_session
 from tasks.runtime.supervised import CheckpointStore, SupervisedRun, count_steps, train_supervised
+from tasks.sft.config import SftConfig
 
 ROLE = "actor"
 
@@ -94,18 +94,8 @@ def _base_model(ctx: StageContext, cfg: SftConfig, preferences: PreferenceDatase
         return Path(ctx.sources["model"].path)
     directory = ctx.checkpoint_dir / "tiny"
     if not directory.exists():
-        build_tiny_model(directory, _texts(preferences), _tiny_spec(cfg.model.tiny), cfg.seed)
+        build_tiny_model(directory, _texts(preferences), cfg.model.tiny, cfg.seed)
     return directory
-
-
-def _tiny_spec(tiny: TinyModelConfig) -> TinySpec:
-    return TinySpec(
-        hidden_size=tiny.hidden_size,
-        n_layers=tiny.n_layers,
-        n_heads=tiny.n_heads,
-        vocab_size=tiny.vocab_size,
-        max_position_embeddings=tiny.max_position_embeddings,
-    )
 
 
 def _texts(preferences: PreferenceDataset) -> Iterator[str]:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
-from tasks.artifacts import read_manifest
+from tasks.artifacts import MANIFEST_NAME, read_manifest
+from tasks.config.shared import STAGES
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES
-from tasks.report.page import plain
-from tasks.tracking.lineage import LATEST, named_run, upstreams_of
+from tasks.report.page import render_html
+from tasks.tracking.lineage import LATEST, last_finished, named_run, upstreams_of
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker
 
 ABSENT: Final = "-"
@@ -44,6 +43,7 @@ class Row(BaseModel):
     cells: list[str]
     numbers: list[float | None] | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def differs(self) -> bool:
         """Whether the runs are not all alike."""
@@ -109,17 +109,17 @@ def find_run(tracker: Tracker, ref: str) -> RunRecord:
     return tracker.read_run(manifest.mlflow_run_id)
 
 
-def newest_chains(tracker: Tracker, count: int = 2) -> list[str]:
-    """Return references to the newest finished chains, the older first.
+def newest_chains(tracker: Tracker) -> list[str]:
+    """Return references to the two newest finished chains, the older first.
 
     Raises:
         MissingInputError: there are fewer.
     """
-    found = tracker.find_runs({"stage": PIPELINE}, "FINISHED", limit=count)
-    if len(found) < count:
+    found = tracker.find_runs({"stage": PIPELINE}, "FINISHED", limit=2)
+    if len(found) < 2:
         raise MissingInputError(
             f"Experiment {tracker.experiment!r} has {len(found)} finished chains",
-            f"{count} to compare",
+            "two to compare",
             "name the runs: `rlhf compare REF REF`",
         )
     return [f"runs:/{run.run_id}" for run in reversed(found)]
@@ -207,16 +207,10 @@ def _inputs(run: RunRecord) -> dict[str, str]:
 
 def _packages(tracker: Tracker, run: RunRecord) -> dict[str, str]:
     """Return the versions that the run's artefact records; of a chain, those of its last stage."""
-    run_id = run.run_id
-    if run.stage == PIPELINE:
-        outcomes = [json.loads(run.tags.get(f"outcome.{stage}", "{}")) for stage in STAGES]
-        made = [outcome["mlflow_run_id"] for outcome in outcomes if outcome.get("mlflow_run_id")]
-        if not made:
-            return {}
-        run_id = made[-1]
-    text = tracker.read_text(run_id, "artifact.json")
-    manifest: dict[str, Any] = json.loads(text) if text else {}
-    versions: dict[str, str] = manifest.get("package_versions", {})
+    run_id = last_finished(run) if run.stage == PIPELINE else run.run_id
+    # Not as a manifest: another version of this program may have written it.
+    text = tracker.read_text(run_id, MANIFEST_NAME) if run_id else None
+    versions: dict[str, str] = json.loads(text or "{}").get("package_versions", {})
     return versions
 
 
@@ -268,33 +262,20 @@ def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 _WIDTH: Final = 320
 _HEIGHT: Final = 140
 _COLOURS: Final = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#8c564b", "#17becf")
-_POLICY: Final = (
-    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-)
 
 
-def render_comparison(comparison: Mapping[str, Any]) -> str:
-    """Return the page.
-
-    Args:
-        comparison: `tasks.tracking.comparison.Comparison` as plain values; each row may have ``differs``.
-    """
-    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
-        files("tasks.tracking").joinpath("compare_page.html").read_text("utf-8")
-    )
-    runs = [
-        {**run, "colour": _COLOURS[index % len(_COLOURS)], "link": _link(run.get("url"))}
-        for index, run in enumerate(comparison["runs"])
-    ]
-    page = template.render(
-        policy=_POLICY,
-        runs=runs,
-        tables=comparison["tables"],
-        charts=[_chart(curve) for curve in comparison["curves"]],
+def render_comparison(comparison: Comparison) -> str:
+    """Return the page."""
+    columns = zip(comparison.runs, cycle(_COLOURS), strict=False)
+    return render_html(
+        "tasks.tracking",
+        "compare_page",
+        runs=[{"run": run, "colour": colour, "link": _link(run.url)} for run, colour in columns],
+        tables=comparison.tables,
+        charts=[_chart(curve) for curve in comparison.curves],
         width=_WIDTH,
         height=_HEIGHT,
     )
-    return plain(page)
 
 
 def _link(url: str | None) -> str | None:
@@ -302,28 +283,21 @@ def _link(url: str | None) -> str | None:
     return url if url and url.startswith(("http://", "https://")) else None
 
 
-def _chart(curve: Mapping[str, Any]) -> dict[str, Any]:
-    points = [point for line in curve["lines"] for point in line]
+def _chart(curve: Curve) -> dict[str, Any]:
+    points = [point for line in curve.lines for point in line]
     left, right = _bounds([step for step, _ in points])
     low, high = _bounds([value for _, value in points])
     lines = []
-    for index, line in enumerate(curve["lines"]):
-        if line:
-            placed = [
-                f"{_WIDTH * (step - left) / (right - left):.1f},"
-                f"{_HEIGHT * (1 - (value - low) / (high - low)):.1f}"
-                for step, value in line
-            ]
-            colour = _COLOURS[index % len(_COLOURS)]
+    for line, colour in zip(curve.lines, cycle(_COLOURS), strict=False):
+        placed = [
+            f"{_WIDTH * (step - left) / (right - left):.1f},"
+            f"{_HEIGHT * (1 - (value - low) / (high - low)):.1f}"
+            for step, value in line
+        ]
+        if placed:
             lines.append({"colour": colour, "points": " ".join(placed)})
-    return {
-        "name": curve["name"],
-        "lines": lines,
-        "low": f"{low:.4g}",
-        "high": f"{high:.4g}",
-        "left": f"{left:g}",
-        "right": f"{right:g}",
-    }
+    values, steps = (f"{low:.4g}", f"{high:.4g}"), (f"{left:g}", f"{right:g}")
+    return {"name": curve.name, "lines": lines, "values": values, "steps": steps}
 
 
 def _bounds(values: Sequence[float]) -> tuple[float, float]:

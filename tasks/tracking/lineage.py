@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -22,9 +23,9 @@ from tasks.artifacts import (
     read_manifest,
     standing_path,
 )
-from tasks.data.source import UNNAMED, digest_of, find_files
+from tasks.config.shared import STAGES, UNNAMED, SourceConfig
+from tasks.data.source import digest_of, find_files
 from tasks.errors import ArtifactError, MissingInputError
-from tasks.pipeline_config import STAGES, SourceConfig
 from tasks.tracking.mlflow import PIPELINE, TRIAL, RunRecord, Tracker
 from tasks.tracking.registry import Registry, StudentVersion
 from tasks.workspace import is_elsewhere
@@ -278,6 +279,10 @@ class LineageNode(BaseModel):
                 stack.extend(reversed(node.parents.values()))
         return list(seen.values())
 
+    def told(self, status: Status, note: str = "") -> LineageNode:
+        """Return the node with another status."""
+        return self.model_copy(update={"status": status, "note": note})
+
     @property
     def key(self) -> str:
         """What tells this node from all others of its tree."""
@@ -331,12 +336,17 @@ def _root_run(tracker: Tracker, ref: str) -> RunRecord | None:
     )
 
 
+def last_finished(pipeline: RunRecord) -> str | None:
+    """Return the id of the run of the last stage that a chain finished."""
+    outcomes = [json.loads(pipeline.tags.get(f"outcome.{stage}", "{}")) for stage in STAGES]
+    made = [outcome["mlflow_run_id"] for outcome in outcomes if outcome.get("mlflow_run_id")]
+    return made[-1] if made else None
+
+
 def _last_stage(tracker: Tracker, pipeline: RunRecord, ref: str) -> RunRecord:
-    """Return the run of the last stage that a chain finished."""
-    for stage in reversed(STAGES):
-        outcome = json.loads(pipeline.tags.get(f"outcome.{stage}", "{}"))
-        if outcome.get("mlflow_run_id"):
-            return tracker.read_run(outcome["mlflow_run_id"])
+    run_id = last_finished(pipeline)
+    if run_id is not None:
+        return tracker.read_run(run_id)
     raise MissingInputError(
         f"Reference {ref!r}: chain {pipeline.run_id} is {pipeline.status} and finished no stage",
         "a chain that finished one",
@@ -379,19 +389,14 @@ class _Walker:
             status="present",
             parents={name: self.follow(parent) for name, parent in manifest.parents.items()},
         )
-        return node.model_copy(update=self._verdict(path, manifest))
-
-    def _verdict(self, path: Path, manifest: Manifest) -> dict[str, str]:
-        """Return the status of an artefact whose manifest is sound."""
-        status: Status = "present"
         if self.is_deep:
             try:
                 load_any_artifact(path)
-                status = "verified"
+                node = node.told("verified")
             except (ArtifactError, MissingInputError) as error:
-                return {"status": "torn", "note": error.found}
+                return node.told("torn", error.found)
         note = self._run_note(manifest.mlflow_run_id)
-        return {"status": "untracked", "note": note} if note else {"status": status}
+        return node.told("untracked", note) if note else node
 
     def _run_note(self, run_id: str | None) -> str:
         """Return what is wrong with an artefact's run; nothing when it has none."""
@@ -432,20 +437,18 @@ class _Walker:
         node = self.from_manifest(path, manifest)
         if path == Path(parent.path) or node.status not in _SOUND:
             return node
-        first = recorded_manifest(self.tracker, parent)
+        first = recorded_manifest(self.tracker, parent.mlflow_run_id)
         note = f"made again, {likeness(first, manifest)}; {parent.path} is gone"
-        return node.model_copy(update={"status": "remade", "note": note})
+        return node.told("remade", note)
 
     def _from_run(self, parent: ParentRef, status: Status, reason: str) -> LineageNode:
         node = LineageNode(**parent.model_dump(), status=status, note=reason)
         if parent.mlflow_run_id is None:
-            return node.model_copy(update={"note": f"{reason}, and no MLflow run is recorded"})
+            return node.told(status, f"{reason}, and no MLflow run is recorded")
         try:
             run = self.tracker.read_run(parent.mlflow_run_id)
         except MissingInputError:
-            return node.model_copy(
-                update={"note": f"{reason}, and so is MLflow run {parent.mlflow_run_id}"}
-            )
+            return node.told(status, f"{reason}, and so is MLflow run {parent.mlflow_run_id}")
         return self._from_tags(parent, run, status, reason)
 
     def _from_tags(
@@ -461,25 +464,22 @@ class _Walker:
             parents=parents,
         )
         if run.is_deleted:
-            return node.model_copy(update={"note": f"{node.note}, which was deleted"})
+            return node.told(status, f"{node.note}, which was deleted")
         is_away = status == "missing" and is_elsewhere(run.tags.get("workspace", ""))
         return _away(node, run) if is_away else node
 
 
 def _away(node: LineageNode, run: RunRecord) -> LineageNode:
     note = f"in workspace {run.tags['workspace']}; as MLflow run {run.run_id} recorded it"
-    return node.model_copy(update={"status": "elsewhere", "note": note})
+    return node.told("elsewhere", note)
 
 
-def recorded_manifest(tracker: Tracker, parent: ParentRef) -> Manifest | None:
-    """Return the copy that MLflow has of an artefact's manifest; None when it has none."""
-    try:
-        text = (
-            tracker.read_text(parent.mlflow_run_id, MANIFEST_NAME) if parent.mlflow_run_id else None
-        )
+def recorded_manifest(tracker: Tracker, run_id: str | None) -> Manifest | None:
+    """Return the copy that MLflow has of the manifest of a run's artefact; None without one."""
+    text = tracker.read_text(run_id, MANIFEST_NAME) if run_id else None
+    with suppress(ValidationError):
         return None if text is None else Manifest.model_validate_json(text)
-    except ValidationError:
-        return None
+    return None
 
 
 def upstream_tags(parents: dict[str, ParentRef]) -> dict[str, str | None]:
@@ -512,30 +512,19 @@ def upstreams_of(run: RunRecord) -> dict[str, ParentRef]:
 
 
 def _raw_node(parent: ParentRef) -> LineageNode:
-    path = Path(parent.path)
     node = LineageNode(**parent.model_dump(), status="present")
-    if parent.kind == "hub":
+    path = Path(parent.path)
+    if parent.kind == "hub" or (parent.kind == "model" and path.exists()):
         return node
+    digest = None
     if parent.kind == "files":
-        return _files_node(parent, node)
-    if not path.exists():
+        with suppress(MissingInputError):
+            digest = digest_of(find_files(SourceConfig(name=UNNAMED, path=parent.path)))
+    elif parent.kind == "file" and path.exists():
+        digest = file_sha256(path)
+    if digest is None:
         # A hub model is named by its id, which is no path here.
-        return node.model_copy(update={"status": "missing", "note": "nothing is at this path now"})
-    if parent.kind != "file":
-        return node
-    digest = file_sha256(path)
+        return node.told("missing", "nothing is at this path now")
     if digest == parent.fingerprint:
-        return node.model_copy(update={"status": "verified"})
-    note = f"the file now has SHA-256 {digest[:12]}..., so it is not the one that was read"
-    return node.model_copy(update={"status": "changed", "note": note})
-
-
-def _files_node(parent: ParentRef, node: LineageNode) -> LineageNode:
-    try:
-        digest = digest_of(find_files(SourceConfig(name=UNNAMED, path=parent.path)))
-    except MissingInputError:
-        return node.model_copy(update={"status": "missing", "note": "nothing is there now"})
-    if digest == parent.fingerprint:
-        return node.model_copy(update={"status": "verified"})
-    note = f"the files now have SHA-256 {digest[:12]}..., so they are not what was read"
-    return node.model_copy(update={"status": "changed", "note": note})
+        return node.told("verified")
+    return node.told("changed", f"SHA-256 {digest[:12]}... now, so it is not the one that was read")

@@ -37,6 +37,7 @@ from mlflow.entities import (
 from mlflow.exceptions import MlflowException
 
 from tasks.artifacts import Artifact
+from tasks.config.shared import TrackingConfig
 from tasks.errors import (
     ClusterError,
     ConfigError,
@@ -48,7 +49,6 @@ from tasks.errors import (
     redact_tag,
     without_credentials,
 )
-from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import Workspace, bypass_proxies
 
 # The MLflow client: its environment, its addresses, its errors in the project's words.
@@ -322,6 +322,12 @@ class Tracker:
         """Whether the experiment holds repeats of earlier runs, whose students nobody wants."""
         return self.experiment.endswith(REPRODUCTIONS)
 
+    @contextmanager
+    def client(self) -> Iterator[MlflowClient]:
+        """The client; what it raises in the block is told in the project's words."""
+        with translated(self.tracking_uri):
+            yield client_of(self.tracking_uri)
+
     def start_run(
         self, name: str, tags: Mapping[str, str | None], config: Mapping[str, Any]
     ) -> str:
@@ -333,10 +339,8 @@ class Tracker:
         kept = {
             key: cut_tag(redact_tag(key, value)) for key, value in tags.items() if value is not None
         }
-        with translated(self.tracking_uri):
-            run = client_of(self.tracking_uri).create_run(
-                self.experiment_id, tags=kept, run_name=name
-            )
+        with self.client() as client:
+            run = client.create_run(self.experiment_id, tags=kept, run_name=name)
         run_id: str = run.info.run_id
         self.log_text(run_id, json.dumps(config, indent=2, sort_keys=True), "config.json")
         self.log_params(run_id, flat_params(config))
@@ -347,8 +351,7 @@ class Tracker:
     ) -> None:
         """Record a finished attempt of a search as a run nested under its parent."""
         tags = {"mlflow.parentRunId": parent_id, "trial_of": parent_id}
-        with translated(self.tracking_uri):
-            client = client_of(self.tracking_uri)
+        with self.client() as client:
             trial_id = client.create_run(self.experiment_id, tags=tags, run_name=name).info.run_id
             now_ms = time.time_ns() // 1_000_000
             points = [Metric(key, value, now_ms, 0) for key, value in metrics.items()]
@@ -364,54 +367,54 @@ class Tracker:
         failure = self.read_run(run_id).tags.get("failure")
         earlier = {} if failure is None else {"earlier_failure": failure}
         self.set_tags(run_id, {**(tags or {}), **earlier})
-        with translated(self.tracking_uri):
+        with self.client() as client:
             if failure is not None:
-                client_of(self.tracking_uri).delete_tag(run_id, "failure")
-            client_of(self.tracking_uri).update_run(run_id, status="RUNNING")
+                client.delete_tag(run_id, "failure")
+            client.update_run(run_id, status="RUNNING")
 
     def finish(self, run_id: str, status: Status, failure: str | None = None) -> None:
         """End a run; ``failure`` becomes the tag of that name."""
         if failure is not None:
             self.set_tags(run_id, {"failure": failure})
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).set_terminated(run_id, status=status)
+        with self.client() as client:
+            client.set_terminated(run_id, status=status)
 
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         """Set tags; longer values than MLflow keeps are cut with a mark."""
         entries = [RunTag(key, cut_tag(redact_tag(key, value))) for key, value in tags.items()]
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).log_batch(run_id, tags=entries)
+        with self.client() as client:
+            client.log_batch(run_id, tags=entries)
 
     def drop_tag(self, run_id: str, key: str) -> None:
         """Remove a tag that a run has."""
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).delete_tag(run_id, key)
+        with self.client() as client:
+            client.delete_tag(run_id, key)
 
     def log_params(self, run_id: str, params: Mapping[str, str]) -> None:
         """Record parameters that are short already."""
         entries = [Param(key, value) for key, value in params.items()]
-        with translated(self.tracking_uri):
+        with self.client() as client:
             for start in range(0, len(entries), _PARAMS_PER_REQUEST):
                 chunk = entries[start : start + _PARAMS_PER_REQUEST]
-                client_of(self.tracking_uri).log_batch(run_id, params=chunk)
+                client.log_batch(run_id, params=chunk)
 
     def log_points(self, run_id: str, points: Sequence[MetricPoint]) -> None:
         """Record finite metric values in as few requests as MLflow allows."""
         entries = [Metric(p.name, p.value, p.timestamp_ms, p.step) for p in points]
-        with translated(self.tracking_uri):
+        with self.client() as client:
             for start in range(0, len(entries), _METRICS_PER_REQUEST):
                 chunk = entries[start : start + _METRICS_PER_REQUEST]
-                client_of(self.tracking_uri).log_batch(run_id, metrics=chunk)
+                client.log_batch(run_id, metrics=chunk)
 
     def log_text(self, run_id: str, text: str, name: str) -> None:
         """Attach a text file."""
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).log_text(run_id, redact(text), name)
+        with self.client() as client:
+            client.log_text(run_id, redact(text), name)
 
     def log_file(self, run_id: str, path: Path, directory: str = "") -> None:
         """Attach a file."""
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).log_artifact(run_id, str(path), directory or None)
+        with self.client() as client:
+            client.log_artifact(run_id, str(path), directory or None)
 
     def log_dataset(
         self, run_id: str, path: Path | str, name: str, fingerprint: str, context: str
@@ -423,8 +426,8 @@ class Tracker:
         entry = DatasetInput(
             dataset=dataset._to_mlflow_entity(), tags=[InputTag("mlflow.data.context", context)]
         )
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).log_inputs(run_id, datasets=[entry])
+        with self.client() as client:
+            client.log_inputs(run_id, datasets=[entry])
 
     def log_model_output(self, run_id: str, artifact: Artifact, name: str) -> str:
         """Record a model that stays where it is, as an output of a run; return its MLflow id.
@@ -439,7 +442,7 @@ class Tracker:
             "fingerprint": artifact.fingerprint,
             "kind": artifact.manifest.kind,
         }
-        with translated(self.tracking_uri):
+        with self.client() as client:
             mlflow.set_tracking_uri(self.tracking_uri)
             model = mlflow.create_external_model(
                 name=name,
@@ -448,7 +451,6 @@ class Tracker:
                 model_type=artifact.manifest.kind,
                 experiment_id=self.experiment_id,
             )
-            client = client_of(self.tracking_uri)
             client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step=0)])
         self.set_tags(run_id, {"model.id": model.model_id})
         model_id: str = model.model_id
@@ -456,8 +458,8 @@ class Tracker:
 
     def log_model_input(self, run_id: str, model_id: str) -> None:
         """Record that a run used a model."""
-        with translated(self.tracking_uri):
-            client_of(self.tracking_uri).log_inputs(run_id, models=[LoggedModelInput(model_id)])
+        with self.client() as client:
+            client.log_inputs(run_id, models=[LoggedModelInput(model_id)])
 
     def read_run(self, run_id: str) -> RunRecord:
         """Return one run of any experiment.
@@ -466,8 +468,8 @@ class Tracker:
             MissingInputError: no such run.
             ClusterError: the server did not say whether there is one.
         """
-        with translated(self.tracking_uri):
-            run: Run | None = known_or_none(client_of(self.tracking_uri).get_run, run_id)
+        with self.client() as client:
+            run: Run | None = known_or_none(client.get_run, run_id)
         if run is None:
             raise MissingInputError(
                 f"No MLflow run {run_id} at {self.shown_uri}",
@@ -496,8 +498,8 @@ class Tracker:
             clauses.append(f"tags.`{without}` IS NULL")
         if status is not None:
             clauses.append(f"attributes.status = '{status}'")
-        with translated(self.tracking_uri):
-            found = client_of(self.tracking_uri).search_runs(
+        with self.client() as client:
+            found = client.search_runs(
                 [self.experiment_id],
                 filter_string=" and ".join(clauses),
                 order_by=["attributes.start_time DESC"],
@@ -510,20 +512,10 @@ class Tracker:
         found = self.find_runs({"stage": stage}, "FINISHED", limit=1, without=TRIAL)
         return found[0] if found else None
 
-    def chain_members(self, pipeline_run_id: str) -> list[RunRecord]:
-        """Return the run of a chain and those of its stages, reused ones included, oldest first."""
-        with translated(self.tracking_uri):
-            found = client_of(self.tracking_uri).search_runs(
-                [self.experiment_id],
-                filter_string=f"tags.`{member_tag(pipeline_run_id)}` LIKE '%'",
-                order_by=["attributes.start_time ASC"],
-            )
-        return [_record(run) for run in found]
-
     def metric_history(self, run_id: str, name: str) -> list[tuple[int, float]]:
         """Return the steps and values of a metric in the order of the steps."""
-        with translated(self.tracking_uri):
-            points = client_of(self.tracking_uri).get_metric_history(run_id, name)
+        with self.client() as client:
+            points = client.get_metric_history(run_id, name)
         return sorted((point.step, point.value) for point in points)
 
     def read_text(self, run_id: str, name: str) -> str | None:

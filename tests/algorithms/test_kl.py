@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from tasks.algorithms.kl import AdaptiveKLController, KLKind, kl_per_token, weighted_kl_on_data
-from tasks.errors import ConfigError, TrainingError
+from tasks.algorithms.kl import KLKind, adapted_kl_coef, kl_per_token, weighted_kl_on_data
+from tasks.errors import TrainingError
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,10 @@ def test_k2_and_k3_are_never_negative_and_never_overflow() -> None:
 
 
 def test_k3_is_exact_for_small_differences() -> None:
-    value = kl_per_token(torch.full((1, 1), 1e-3), torch.zeros(1, 1), torch.ones(1, 1).bool())
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    value = kl_per_token(torch.full((1, 1), 1e-3), torch.zeros(1, 1), mask, kind="k3")
     # d^2 / 2 - d^3 / 6
     assert value.item() == pytest.approx(5e-7 - 1e-9 / 6, rel=1e-3)
-
-
-def test_a_real_nan_or_a_live_reference_raises() -> None:
-    ones, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(TrainingError, match="ref_logprobs"):
-        kl_per_token(ones, ones * math.nan, mask)
-    with pytest.raises(TrainingError, match="carries a gradient"):
-        kl_per_token(ones, ones.clone().requires_grad_(), mask)
 
 
 def test_weights_turn_the_writers_tokens_into_an_estimate_of_the_policy() -> None:
@@ -66,26 +59,10 @@ def test_weights_turn_the_writers_tokens_into_an_estimate_of_the_policy() -> Non
     logp, ref_logp = pi.log()[tokens].unsqueeze(1), ref.log()[tokens].unsqueeze(1)
     weights = (pi / mu)[tokens].unsqueeze(1)
     exact = float((pi * (pi / ref).log()).sum())
-    for kind in ("k1", "k3"):
-        value, _ = weighted_kl_on_data(logp, ref_logp, weights, mask, kind=kind)
-        assert value.item() == pytest.approx(exact, abs=1e-6)
-    plain, _ = weighted_kl_on_data(logp, ref_logp, torch.ones(10, 1), mask, kind="k1")
-    assert plain.item() < 0 < exact  # the unweighted estimate even has the wrong sign
-
-
-def test_kl_on_data_sums_add_up() -> None:
-    torch.manual_seed(0)
-    logp, ref = torch.randn(2, 6, 4)
-    weights, mask = torch.rand(6, 4), torch.rand(6, 4) < 0.7
-    logp[~mask], weights[~mask] = math.nan, math.inf
-    value, _ = weighted_kl_on_data(logp, ref, weights, mask)
-    parts = [
-        weighted_kl_on_data(logp[i : i + 2], ref[i : i + 2], weights[i : i + 2], mask[i : i + 2])[1]
-        for i in (0, 2, 4)
-    ]
-    top = sum(p["kl_data_weighted_sum"] for p in parts)
-    bottom = sum(p["kl_data_weight_sum"] for p in parts)
-    assert float(top / bottom) == pytest.approx(value.item(), abs=1e-6)
+    value = weighted_kl_on_data(logp, ref_logp, weights, mask)
+    assert value.item() == pytest.approx(exact, abs=1e-6)
+    # The unweighted k1 even has the wrong sign.
+    assert kl_per_token(logp, ref_logp, mask, kind="k1").mean().item() < 0 < exact
 
 
 @pytest.mark.parametrize(
@@ -97,18 +74,11 @@ def test_kl_on_data_sums_add_up() -> None:
         (6.0, 0.1),
     ],
 )
-def test_controller_moves_the_right_way(observed: float, expected: float) -> None:
-    controller = AdaptiveKLController(coef=0.1, target=6.0, horizon=10000)
-    assert controller.update(observed, 256).coef == pytest.approx(expected, abs=1e-9)
-    assert controller.coef == 0.1
+def test_coefficient_moves_the_right_way(observed: float, expected: float) -> None:
+    coef = adapted_kl_coef(0.1, observed=observed, target=6.0, horizon=10000, n=256)
+    assert coef == pytest.approx(expected, abs=1e-9)
 
 
-def test_controller_refuses_what_could_turn_it_around() -> None:
-    for target, horizon in ((0.0, 1.0), (-6.0, 1.0), (6.0, 0.0), (6.0, -5.0), (math.nan, 1.0)):
-        with pytest.raises(ConfigError):
-            AdaptiveKLController(coef=0.1, target=target, horizon=horizon)
-    controller = AdaptiveKLController(coef=0.1, target=6.0, horizon=100)
-    with pytest.raises(ConfigError, match="horizon"):
-        controller.update(1.0, 600)
+def test_a_kl_that_is_no_number_does_not_stay_in_the_coefficient() -> None:
     with pytest.raises(TrainingError, match="KL is nan"):
-        controller.update(math.nan, 1)
+        adapted_kl_coef(0.1, observed=math.nan, target=6.0, horizon=100, n=1)

@@ -11,19 +11,26 @@ from torch import Tensor
 from tasks.algorithms import policy_losses as pl
 from tasks.algorithms.importance import sequence_log_ratio, truncated_importance_weights
 from tasks.algorithms.masking import LOSS_MODES, LossMode, Totals
-from tasks.errors import ConfigError, DataError, TrainingError
 
 NAN = math.nan
 
 
-def _token_losses(
-    ratio: list[float], advantage: list[float], clip: pl.ClipRange, weight: float = 1.0
-) -> list[float]:
+CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+
+
+def _token_losses(ratio: list[float], advantage: list[float], weight: float = 1.0) -> list[float]:
     losses = []
     for r, a in zip(ratio, advantage, strict=True):
         one = torch.ones(1, 1)
-        batch = pl.PolicyBatch(one * 0, one * a, one * weight, one.bool())
-        loss, _ = pl.decoupled_ppo_loss(one * math.log(r), batch, totals=Totals(1, 1), clip=clip)
+        loss, _ = pl.decoupled_ppo_loss(
+            one * math.log(r),
+            one * 0,
+            one * a,
+            one * weight,
+            one.bool(),
+            totals=Totals(1, 1),
+            **CLIP,
+        )
         losses.append(loss.item())
     return losses
 
@@ -34,67 +41,48 @@ ADVANTAGES = [-1.0, 1.0, 1.0, -1.0, -2.0, -2.0]
 
 def test_dual_clip_bounds_negative_advantages_only() -> None:
     # max(-A r, -A clip(r)), then at most -A * 3 where A < 0: 10 -> 3, and -2 * 5 = 10 -> 6
-    got = _token_losses(RATIOS, ADVANTAGES, pl.ClipRange(0.2, 0.2, 3.0))
+    got = _token_losses(RATIOS, ADVANTAGES)
     assert got == pytest.approx([3.0, -1.2, -0.5, 0.8, 2.2, 6.0], abs=1e-5)
-    without = _token_losses(RATIOS, ADVANTAGES, pl.ClipRange(0.2, 0.2, None))
-    assert without == pytest.approx([10.0, -1.2, -0.5, 0.8, 2.2, 10.0], abs=1e-5)
 
 
 def test_minimum_is_taken_after_the_advantage() -> None:
     # A = -1: max(0.5, 0.8); A = 1: max(-0.5, -0.8)
-    got = _token_losses([0.5, 0.5], [-1.0, 1.0], pl.ClipRange())
+    got = _token_losses([0.5, 0.5], [-1.0, 1.0])
     assert got == pytest.approx([0.8, -0.5])
 
 
 def test_a_nan_old_logprob_under_the_mask_never_matters() -> None:
     logprobs = torch.zeros(1, 2, requires_grad=True)
-    batch = pl.PolicyBatch(
-        torch.tensor([[0.0, NAN]]),
-        torch.ones(1, 2),
-        torch.ones(1, 2),
-        torch.tensor([[True, False]]),
+    proximal, ones = torch.tensor([[0.0, NAN]]), torch.ones(1, 2)
+    mask = torch.tensor([[True, False]])
+    loss, _ = pl.decoupled_ppo_loss(
+        logprobs, proximal, ones, ones, mask, totals=Totals(1, 1), **CLIP
     )
-    loss, _ = pl.decoupled_ppo_loss(logprobs, batch, totals=Totals(1, 1))
     loss.backward()
     assert loss.item() == -1.0
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [[-1.0, 0.0]]
 
 
-def test_an_unmasked_nan_raises() -> None:
-    nan, one, mask = torch.tensor([[NAN]]), torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    fields = {"proximal_logprobs": one, "advantages": one, "weights": one}
-    for name in fields:
-        batch = pl.PolicyBatch(**{**fields, name: nan}, response_mask=mask)
-        with pytest.raises(TrainingError, match=name):
-            pl.decoupled_ppo_loss(one, batch, totals=Totals(1, 1))
-    with pytest.raises(TrainingError, match="logprobs holds 1"):
-        pl.decoupled_ppo_loss(
-            nan, pl.PolicyBatch(**fields, response_mask=mask), totals=Totals(1, 1)
-        )
-
-
 def test_weight_comes_from_the_frozen_policy_and_ratio_from_the_current_one() -> None:
     mask, advantages = torch.ones(1, 1, dtype=torch.bool), torch.ones(1, 1)
     current = torch.tensor([[-1.0]], requires_grad=True)
     old, behavior = torch.tensor([[-1.2]]), torch.tensor([[-2.2]])
-    log_ratio = sequence_log_ratio(old, behavior, mask)
-    weights = truncated_importance_weights(log_ratio, advantages, mask, level="sequence", cap=5.0)
+    log_ratio = sequence_log_ratio(old, behavior, mask, level="sequence")
+    weights = truncated_importance_weights(log_ratio, advantages, mask, cap=5.0)
     loss, metrics = pl.decoupled_ppo_loss(
-        current, pl.PolicyBatch(old, advantages, weights, mask), totals=Totals(1, 1)
+        current, old, advantages, weights, mask, totals=Totals(1, 1), **CLIP
     )
     # w = e^(-1.2 + 2.2) = 2.718282, rho = e^0.2 = 1.221403 clipped to 1.2: -1.2 * 2.718282
     assert loss.item() == pytest.approx(-3.261938, abs=1e-5)
     assert metrics["weight_sum"].item() == pytest.approx(2.718282, abs=1e-5)
     assert metrics["ratio_sum"].item() == pytest.approx(1.221403, abs=1e-5)
     assert metrics["clip_upper_sum"].item() == 1.0
-    with pytest.raises(TrainingError, match="proximal_logprobs carries a gradient"):
-        pl.decoupled_ppo_loss(
-            current, pl.PolicyBatch(current, advantages, weights, mask), totals=Totals(1, 1)
-        )
 
 
-def _random_problem(seed: int, rows: int = 7, width: int = 6) -> tuple[Tensor, pl.PolicyBatch]:
+def _random_problem(seed: int, rows: int = 7, width: int = 6) -> tuple[Tensor, list[Tensor]]:
+    """Return the current policy's log-probabilities, and proximal ones, advantages, weights, mask;
+    what lies under the mask is not a number."""
     generator = torch.Generator().manual_seed(seed)
     current, old, behavior, advantages = torch.randn(4, rows, width, generator=generator)
     current, old, behavior = -current.abs(), -old.abs(), -behavior.abs()
@@ -102,21 +90,22 @@ def _random_problem(seed: int, rows: int = 7, width: int = 6) -> tuple[Tensor, p
     mask[:, 0] = True
     for values in (current, old, behavior, advantages):
         values[~mask] = NAN
-    log_ratio = sequence_log_ratio(old, behavior, mask)
-    weights = truncated_importance_weights(log_ratio, advantages, mask, level="sequence", cap=2.0)
-    return current, pl.PolicyBatch(old, advantages, weights, mask)
+    log_ratio = sequence_log_ratio(old, behavior, mask, level="sequence")
+    weights = truncated_importance_weights(log_ratio, advantages, mask, cap=2.0)
+    return current, [old, advantages, weights, mask]
 
 
-def _fp64_loss(current: Tensor, batch: pl.PolicyBatch, mode: LossMode) -> Tensor:
+def _fp64_loss(current: Tensor, batch: list[Tensor], mode: LossMode) -> Tensor:
     """Compute the loss row by row and token by token, sharing no code with the package."""
+    proximal, advantages, weights, mask = batch
     rows = []
     for b in range(current.shape[0]):
         tokens = []
         for t in range(current.shape[1]):
-            if not batch.response_mask[b, t]:
+            if not mask[b, t]:
                 continue
-            rho = torch.exp(current[b, t] - batch.proximal_logprobs[b, t].double())
-            a, w = batch.advantages[b, t].double(), batch.weights[b, t].double()
+            rho = torch.exp(current[b, t] - proximal[b, t].double())
+            a, w = advantages[b, t].double(), weights[b, t].double()
             clipped = torch.clamp(rho, 0.8, 1.28)
             objective = min(rho * a, clipped * a)
             if a < 0:
@@ -134,13 +123,14 @@ def _fp64_loss(current: Tensor, batch: pl.PolicyBatch, mode: LossMode) -> Tensor
 @pytest.mark.parametrize("seed", range(4))
 def test_loss_and_gradient_equal_an_independent_fp64_computation(mode: LossMode, seed: int) -> None:
     current, batch = _random_problem(seed)
-    mask = batch.response_mask
+    mask = batch[-1]
     plain = current.double().requires_grad_()
     expected = _fp64_loss(plain, batch, mode)
     expected.backward()
     tested = current.clone().requires_grad_()
     totals = Totals(int(mask.sum()), mask.shape[0], mode)
-    loss, _ = pl.decoupled_ppo_loss(tested, batch, totals=totals, clip=pl.ClipRange(0.2, 0.28, 3.0))
+    clip = CLIP | {"clip_high": 0.28}
+    loss, _ = pl.decoupled_ppo_loss(tested, *batch, totals=totals, **clip)
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
     assert tested.grad is not None and plain.grad is not None
@@ -149,21 +139,21 @@ def test_loss_and_gradient_equal_an_independent_fp64_computation(mode: LossMode,
 
 
 def test_the_weights_equal_an_independent_fp64_computation() -> None:
-    _, batch = _random_problem(5)
+    _, (_, advantages, weights, mask) = _random_problem(5)
     generator = torch.Generator().manual_seed(5)
     _, old, behavior, _ = torch.randn(4, 7, 6, generator=generator)
     for b in range(7):
-        kept = batch.response_mask[b]
+        kept = mask[b]
         ratio = math.exp(float((behavior.abs() - old.abs())[b][kept].double().sum()))
         for t in kept.nonzero().flatten().tolist():
-            cap = 1.0 if batch.advantages[b, t] < 0 else 2.0
-            assert batch.weights[b, t].item() == pytest.approx(min(ratio, cap), rel=1e-5)
+            cap = 1.0 if advantages[b, t] < 0 else 2.0
+            assert weights[b, t].item() == pytest.approx(min(ratio, cap), rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(mode: LossMode) -> None:
     current, batch = _random_problem(11)
-    mask = batch.response_mask
+    mask = batch[-1]
     totals = Totals(int(mask.sum()), mask.shape[0], mode)
     results = []
     for sizes in ([7], [1] * 7, [3, 4], [2, 0, 5]):
@@ -172,13 +162,8 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(mode: Los
         for size in sizes:
             part = slice(start, start + size)
             start += size
-            cut = pl.PolicyBatch(
-                batch.proximal_logprobs[part],
-                batch.advantages[part],
-                batch.weights[part],
-                mask[part],
-            )
-            loss, metrics = pl.decoupled_ppo_loss(tested[part], cut, totals=totals)
+            cut = [values[part] for values in batch]
+            loss, metrics = pl.decoupled_ppo_loss(tested[part], *cut, totals=totals, **CLIP)
             loss.backward()
             total += loss.item()
             merged = merged + metrics["live_gradient_sum"]
@@ -190,8 +175,7 @@ def test_any_split_into_micro_batches_gives_the_same_loss_and_gradient(mode: Los
         assert live == results[0][2]
 
 
-@pytest.mark.parametrize("dual", [3.0, None])
-def test_live_gradient_counts_the_tokens_that_autograd_moves(dual: float | None) -> None:
+def test_live_gradient_counts_the_tokens_that_autograd_moves() -> None:
     generator = torch.Generator().manual_seed(2)
     current = 3 * torch.randn(20, 10, generator=generator)
     current[0, :3] = torch.tensor([50.0, -50.0, 200.0])  # beyond the clamp of the ratio
@@ -202,10 +186,7 @@ def test_live_gradient_counts_the_tokens_that_autograd_moves(dual: float | None)
     mask = torch.rand(20, 10, generator=generator) < 0.8
     tested = current.clone().requires_grad_()
     loss, metrics = pl.decoupled_ppo_loss(
-        tested,
-        pl.PolicyBatch(torch.zeros(20, 10), advantages, weights, mask),
-        totals=Totals(1, 1),
-        clip=pl.ClipRange(0.2, 0.2, dual),
+        tested, torch.zeros(20, 10), advantages, weights, mask, totals=Totals(1, 1), **CLIP
     )
     loss.backward()
     assert tested.grad is not None
@@ -225,8 +206,12 @@ def test_metrics_by_hand() -> None:
     mask = torch.tensor([[True, True, True, True, False]])
     _, metrics = pl.decoupled_ppo_loss(
         ratio.log(),
-        pl.PolicyBatch(torch.zeros(1, 5), advantages, torch.full((1, 5), 2.0), mask),
+        torch.zeros(1, 5),
+        advantages,
+        torch.full((1, 5), 2.0),
+        mask,
         totals=Totals(4, 1),
+        **CLIP,
     )
     values = {name: value.item() for name, value in metrics.items()}
     assert values["clip_upper_sum"] == values["clip_lower_sum"] == values["clip_dual_sum"] == 1.0
@@ -240,20 +225,6 @@ def test_metrics_by_hand() -> None:
     assert values["policy_loss_sum"] == pytest.approx(3.2, abs=1e-5)
     assert (values["n_tokens"], values["n_sequences"], values["weight_sum"]) == (4.0, 1.0, 8.0)
     assert not any(value.requires_grad for value in metrics.values())
-
-
-def test_clip_ranges_and_batches_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"clip\.dual"):
-        pl.ClipRange(0.2, 0.2, 1.1)
-    with pytest.raises(ConfigError, match=r"clip\.low"):
-        pl.ClipRange(low=-0.1)
-    one, mask = torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    with pytest.raises(TrainingError, match="negative"):
-        pl.decoupled_ppo_loss(one, pl.PolicyBatch(one, one, -one, mask), totals=Totals(1, 1))
-    with pytest.raises(DataError, match="advantages has shape"):
-        pl.decoupled_ppo_loss(
-            one, pl.PolicyBatch(one, torch.ones(1, 2), one, mask), totals=Totals(1, 1)
-        )
 
 
 def test_weighted_likelihood_is_the_policy_gradient() -> None:
@@ -273,7 +244,11 @@ def test_weighted_likelihood_is_the_policy_gradient() -> None:
 
 def test_dpo_loss_by_hand() -> None:
     loss, metrics = pl.dpo_loss(
-        torch.tensor([3.0, 0.0]), torch.tensor([-7.0, 0.0]), beta=0.1, total_pairs=2
+        torch.tensor([3.0, 0.0]),
+        torch.tensor([-7.0, 0.0]),
+        beta=0.1,
+        total_pairs=2,
+        label_smoothing=0.0,
     )
     # z = 1 and 0: (0.3132617 + 0.6931472) / 2
     assert loss.item() == pytest.approx(0.5032044, abs=1e-6)
@@ -291,10 +266,10 @@ def test_value_loss_clips_around_old_values() -> None:
     assert values.grad is not None
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, -0.45, 0.0]]))
     assert metrics["value_clip_sum"].item() == 1.0
-    plain, _ = pl.value_loss(
-        values.detach(), old, returns, mask, clip_range=None, totals=Totals(2, 1)
+    wide, _ = pl.value_loss(
+        values.detach(), old, returns, mask, clip_range=9.0, totals=Totals(2, 1)
     )
-    assert plain.item() == pytest.approx(0.5 * (1.0 + 0.81) / 2)
+    assert wide.item() == pytest.approx(0.5 * (1.0 + 0.81) / 2)
 
 
 def test_entropy_and_kl_terms() -> None:

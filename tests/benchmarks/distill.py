@@ -34,8 +34,8 @@ from rich.table import Table
 from benchmarks import machine
 from benchmarks.reward_model import SEED, SMOLLM2, TINY, Settings, find_model, read_pairs
 from benchmarks.run import DATA
+from tasks.config.shared import OptimizerConfig, RenderingConfig, RuntimeConfig, StudentLoraConfig
 from tasks.data.rendering import Renderer, render_pairs
-from tasks.pipeline_config import OptimizerConfig, RenderingConfig, RuntimeConfig, StudentLoraConfig
 from tasks.runtime.logits_hooks import FLAG, TEACHER_IDS, TEACHER_LOGPROBS, StudentLoss, TopKReader
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import Session, cluster_session, open_session

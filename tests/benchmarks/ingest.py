@@ -86,8 +86,8 @@ def run_stage(source: Path, scratch: Path, workers: int) -> Callable[[], int]:
     from tasks.artifacts import Draft
     from tasks.context import StageContext
     from tasks.data.source import InputFile
+    from tasks.ingest.config import IngestConfig
     from tasks.ingest.stage import ingest_pairs
-    from tasks.pipeline_config import IngestConfig
 
     fingerprint = "f" * 64
     ctx = StageContext(

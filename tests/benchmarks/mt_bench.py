@@ -34,18 +34,18 @@ from rich.table import Table
 
 from benchmarks import machine
 from benchmarks.run import PEER_PYTHON, ROOT
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.history import LineStore
 from tasks.data.rendering import Renderer
-from tasks.evaluate.answers import AnswerPlan, LocalAnswerer, answer_questions
-from tasks.evaluate.config import EndpointConfig
-from tasks.evaluate.endpoint import ChatEndpoint, Usage
-from tasks.evaluate.judges import EndpointJudge, GradingPlan, Sampling, grade
+from tasks.evaluate.answers import LocalAnswerer, answer_questions
+from tasks.evaluate.config import EndpointConfig, EvaluateConfig, JudgingConfig
+from tasks.evaluate.endpoint import ChatEndpoint
+from tasks.evaluate.judges import EndpointJudge, grade
 from tasks.evaluate.judgments import Score, write_scores
 from tasks.evaluate.prompts import OWN, load_judge_prompts
 from tasks.evaluate.questions import ModelAnswer, Question, read_questions, write_answers
 from tasks.evaluate.report import failure_counts, questions_section, render_page
 from tasks.models.sources import resolve_model
-from tasks.pipeline_config import EvaluateConfig, GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.runtime.generation import Speaker
 from tasks.tracking.run_log import ProgressDisplay
 from tasks.workspace import Workspace
@@ -88,13 +88,6 @@ class Bench:
         runtime = RuntimeConfig(device="cpu", cpu_threads=self.threads)
         generation = GenerationConfig(max_new_tokens=self.max_new_tokens, batch_size=batch_size)
         cfg = EvaluateConfig(generation=generation)
-        plan = AnswerPlan(
-            self.questions,
-            cfg.category_temperatures,
-            generation.temperature,
-            cfg.answers.batch_questions,
-            cfg.seed,
-        )
         display = ProgressDisplay("answers")
         with closing(LineStore(self.output / "answers.jsonl")) as store, closing(display):
             before = len(store.rows)
@@ -108,7 +101,7 @@ class Bench:
                 display.update(done, 2 * (len(self.questions) - before), "responses")
 
             answerer = LocalAnswerer(speaker, renderer, generation, count)
-            found = answer_questions(_NAME, answerer, plan, store)
+            found = answer_questions(_NAME, answerer, self.questions, cfg, store)
             seconds = time.perf_counter() - begin
             timed = Timed(seconds, len(store.rows) - before, len(self.questions))
         return [one.as_answer(_NAME) for one in found], timed
@@ -123,22 +116,25 @@ class Bench:
             timeout_seconds=_JUDGE_SECONDS,
         )
         # Asked again, a greedy model on one machine says the same.
-        sampling = Sampling(0.0, _JUDGE_TOKENS, rating_attempts=1)
-        plan = GradingPlan(
-            self.questions,
-            {_NAME: answers},
-            load_judge_prompts(OWN),
-            EvaluateConfig().judging.reference_categories,
-        )
+        judging = JudgingConfig(max_new_tokens=_JUDGE_TOKENS, rating_attempts=1)
         display = ProgressDisplay("judgments")
         with closing(LineStore(self.output / "judgments.jsonl")) as store, closing(display):
             before = len(store.rows)
             begin = time.perf_counter()
-            judge = EndpointJudge(ChatEndpoint(endpoint, Usage()), sampling)
-            graded = grade(judge, plan, store, display.update)
+            scores, _ = grade(
+                EndpointJudge(ChatEndpoint(endpoint), judging),
+                self.questions,
+                {_NAME: answers},
+                load_judge_prompts(OWN),
+                judging,
+                store,
+                baseline=_NAME,
+                seed=0,
+                progress=display.update,
+            )
             seconds = time.perf_counter() - begin
-            timed = Timed(seconds, len(store.rows) - before, len(graded.scores))
-        return graded.scores, timed
+            timed = Timed(seconds, len(store.rows) - before, len(scores))
+        return scores, timed
 
     def write(
         self, answers: Sequence[ModelAnswer], scores: Sequence[Score], times: dict[str, Timed]

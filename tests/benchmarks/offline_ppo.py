@@ -65,9 +65,11 @@ from benchmarks.reward_model import (
 )
 from tasks.artifacts import RewardComponent
 from tasks.config.loading import load_config
+from tasks.config.shared import RuntimeConfig
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.offline_ppo.rewards import normalize_component, rewards_of
-from tasks.pipeline_config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.runtime.rows import (
     REFERENCE,
     Batch,

@@ -39,16 +39,15 @@ from typing import Any, Final, Literal
 from benchmarks.machine import thread_environment
 from benchmarks.report import Block, CaseResult, SideResult
 from tasks.algorithms.packed_rows import PADDING, MergeLimit
-from tasks.algorithms.reward_losses import PairRegularization
 from tasks.algorithms.samplers import LengthGroupedSampler
+from tasks.config.shared import OptimizerConfig, RenderingConfig, RuntimeConfig, TinyModelConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import RenderedPair, Renderer, render_pairs
 from tasks.data.source import read_lines
 from tasks.ingest.rows import parse_line
 from tasks.models.loading import list_weight_files, read_header
 from tasks.models.sources import resolve_model
-from tasks.models.tiny import TinySpec, build_tiny_model
-from tasks.pipeline_config import OptimizerConfig, RenderingConfig, RuntimeConfig
+from tasks.models.tiny import build_tiny_model
 from tasks.runtime.rows import Batch, RoleSpec, Row, to_tensordict
 from tasks.runtime.session import Session, cluster_session, open_session
 from tasks.workspace import Workspace
@@ -156,7 +155,7 @@ def find_model(settings: Settings, model: str, pairs: Sequence[Pair]) -> Path:
     directory = settings.scratch / TINY
     if not directory.exists():
         texts = [turn.content for pair in pairs for turn in pair.prompt]
-        spec = TinySpec(vocab_size=2048, max_position_embeddings=1024)
+        spec = TinyModelConfig(vocab_size=2048, max_position_embeddings=1024)
         build_tiny_model(directory, texts, spec, seed=SEED)
     return directory
 
@@ -193,7 +192,7 @@ class OwnSide:
         )
         spec = RoleSpec(_ROLE, "value_model", str(model_dir), SEED, 1_000_000, optimizer)
         self.session.load(spec)
-        self.session.set_loss(_ROLE, partial(pairwise_loss, PairRegularization()))
+        self.session.set_loss(_ROLE, partial(pairwise_loss, label_smoothing=0.0, center_coef=0.0))
         lengths = [pair.longest_row_tokens for pair in pairs]
         self.sampler = LengthGroupedSampler(lengths, batch_size=batch, seed=SEED)
         self.limit = worker_limit(model_dir, runtime)

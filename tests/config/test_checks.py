@@ -12,8 +12,10 @@ from pydantic import ValidationError
 from flows.inputs import check_reward_function
 from tasks.artifacts import Draft, PolicyCheckpoint, build_artifact, newest_artifact
 from tasks.errors import ConfigError
-from tasks.pipeline_config import OfflinePPOConfig, PolicyLossConfig, RewardModelConfig, SftConfig
+from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
+from tasks.reward_model.config import RewardModelConfig
 from tasks.runtime.session import _own_signal_handler
+from tasks.sft.config import SftConfig
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,11 @@ from tasks.config.loading import (
     merge,
     parse_stage,
 )
+from tasks.config.shared import STAGES, identity_fields
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import STAGES, IngestConfig, PipelineConfig, SftConfig, identity_fields
+from tasks.ingest.config import IngestConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.sft.config import SftConfig
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 Write = Callable[[str], Path]

@@ -15,7 +15,8 @@ from datasets import load_dataset
 
 from tasks.artifacts import PreferenceDataset
 from tasks.data.export import export_dataset
-from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.hh import SPLITS
+from tasks.data.pairs import read_pairs
 from tasks.errors import ConfigError
 
 Ingest = Callable[..., PreferenceDataset]

@@ -161,7 +161,7 @@ def test_ids_name_content_and_direction() -> None:
     assert isinstance(pair, Pair) and isinstance(again, Pair) and isinstance(swapped, Pair)
     assert pair.pair_id == again.pair_id
     assert pair.prompt_id == swapped.prompt_id
-    assert pair.pair_id == swapped.swapped_id != swapped.pair_id
+    assert pair.pair_id != swapped.pair_id
     assert make_prompt_id([Message("user", "ab")]) != make_prompt_id(
         [Message("user", "a"), Message("b", "")]
     )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.data.hh import Message, Pair
-from tasks.data.pairs import pair_to_row, row_to_pair, split_of
-from tasks.data.schemas import PAIR_SCHEMA, to_table
+from tasks.data.hh import split_of
 from tasks.errors import ConfigError
 
 
@@ -44,16 +41,3 @@ def test_larger_test_share_only_adds_to_test(
 def test_shares_that_leave_nothing_to_train_on_are_refused() -> None:
     with pytest.raises(ConfigError, match="add up to 1"):
         split_of("a", 0, 0.5, 0.5)
-
-
-def test_pair_survives_the_table() -> None:
-    prompt = (Message("user", "q\u2028\x00"), Message("assistant", ""), Message("user", "r"))
-    pair = Pair("p", "q", "demo", prompt, "chosen", "re", "file", 3)
-    row = pair_to_row(pair, "train")
-    assert (row["n_turns"], row["chosen_chars"], row["rejected_chars"]) == (4, 6, 2)
-    assert (row["split"], row["alternating"]) == ("train", True)
-    assert row_to_pair(to_table([row], PAIR_SCHEMA).to_pylist()[0]) == pair
-    logged = replace(pair, logged=(-3.5, 0.0), margin=2.0)
-    assert (
-        row_to_pair(to_table([pair_to_row(logged, "train")], PAIR_SCHEMA).to_pylist()[0]) == logged
-    )

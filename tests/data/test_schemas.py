@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import pytest
 from tasks.data.schemas import (
     PAIR_SCHEMA,
     QUARANTINE_SCHEMA,
-    RowGroupWriter,
+    TableWriter,
     open_parquet,
     to_table,
+    write_rows,
 )
 from tasks.errors import ArtifactError, DataError
 
@@ -34,9 +35,7 @@ def test_column_that_starts_all_null_keeps_its_type(
 ) -> None:
     case = cases["PQ-01"]
     path = tmp_path / "rows.parquet"
-    with RowGroupWriter(path, SMALL, rows_per_group=1) as writer:
-        writer.write(case["input"]["batch0"])
-        writer.write(case["input"]["batch1"])
+    write_rows(path, [*case["input"]["batch0"], *case["input"]["batch1"]], SMALL, 1)
     table = pq.read_table(path)
     expected = case["expected"]
     assert {f.name: str(f.type) for f in table.schema} == expected["file_schema"]
@@ -67,9 +66,67 @@ def test_values_that_do_not_fit_are_refused_by_column() -> None:
 def test_crash_leaves_the_previous_file_and_no_rubbish(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
 
+    def rows(crash: bool) -> Iterator[dict[str, int]]:
+        yield from ({"id": index} for index in range(4))
+        if crash:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(path, rows(crash=True), SMALL, 2)
+    assert list(tmp_path.iterdir()) == []
+    write_rows(path, rows(crash=False), SMALL, 2)
+    before = path.read_bytes()
+    with pytest.raises(KeyboardInterrupt):
+        write_rows(path, rows(crash=True), SMALL, 2)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.parquet"]
+    assert pq.read_table(path).column("id").to_pylist() == [0, 1, 2, 3]
+
+
+def test_bad_row_in_the_last_group_leaves_no_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    with pytest.raises(DataError):
+        write_rows(path, [{"id": "text"}], SMALL, 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_row_groups_have_the_set_size_whatever_the_tables(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    given = cases["PQ-06"]["input"]
+    n_rows, group_size = given["rows"], given["row_group_size"]
+    whole = pa.table({"id": range(n_rows), "reason": [None] * n_rows}, schema=SMALL)
+    contents = set()
+    paths = [tmp_path / "rows.parquet"]
+    write_rows(paths[0], whole.to_pylist(), SMALL, group_size)
+    for rows_of in (given["write_calls_of"], 1000, 5000):
+        paths.append(tmp_path / f"{rows_of}.parquet")
+        with TableWriter(paths[-1], SMALL, group_size, sorted_by="id") as writer:
+            for start in range(0, n_rows, rows_of):
+                writer.write(whole.slice(start, rows_of))
+        contents.add(paths[-1].read_bytes())
+    # The pieces that the rows came in leave no trace.
+    assert len(contents) == 1
+    for path in paths:
+        meta = pq.ParquetFile(path).metadata
+        sizes = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        assert sizes == cases["PQ-06"]["expected"]["row_group_rows"]
+        assert meta.row_group(0).column(0).compression == "ZSTD"
+    order = pq.ParquetFile(paths[-1]).metadata.row_group(0).sorting_columns
+    assert [column.column_index for column in order] == [0]
+
+
+def test_known_crash_while_writing_leaves_no_file(
+    cases: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    assert "raise before close" in cases["PQ-04"]["input"]["plan"]
+    groups = [pa.table({"id": ids, "reason": ["", ""]}, schema=SMALL) for ids in ([0, 1], [2, 3])]
+    path = tmp_path / "rows.parquet"
+
     def write(crash: bool) -> None:
-        with RowGroupWriter(path, SMALL, rows_per_group=2) as writer:
-            writer.write({"id": index} for index in range(4))
+        with TableWriter(path, SMALL, 2, sorted_by="id") as writer:
+            for group in groups:
+                writer.write(group)
             if crash:
                 raise KeyboardInterrupt
 
@@ -77,63 +134,20 @@ def test_crash_leaves_the_previous_file_and_no_rubbish(tmp_path: Path) -> None:
         write(crash=True)
     assert list(tmp_path.iterdir()) == []
     write(crash=False)
-    before = path.read_bytes()
-    with pytest.raises(KeyboardInterrupt):
-        write(crash=True)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["rows.parquet"]
-    write(crash=False)
-    assert pq.read_table(path).column("id").to_pylist() == [0, 1, 2, 3]
-
-
-def test_bad_row_in_the_last_group_leaves_no_file(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    with pytest.raises(DataError), RowGroupWriter(path, SMALL, rows_per_group=10) as writer:
-        writer.write([{"id": "text"}])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_row_groups_have_the_set_size_whatever_the_calls(
-    cases: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    case = cases["PQ-06"]
-    given, expected = case["input"], case["expected"]["row_group_rows"]
-    rows = [{"id": index} for index in range(given["rows"])]
-    for calls_of in (given["write_calls_of"], 1, 5000):
-        path = tmp_path / f"{calls_of}.parquet"
-        with RowGroupWriter(path, SMALL, given["row_group_size"]) as writer:
-            for start in range(0, len(rows), calls_of):
-                writer.write(rows[start : start + calls_of])
-        meta = pq.ParquetFile(path).metadata
-        assert [meta.row_group(i).num_rows for i in range(meta.num_row_groups)] == expected
-        assert meta.row_group(0).column(0).compression == "ZSTD"
-
-
-def test_order_is_recorded_and_enforced(tmp_path: Path) -> None:
-    path = tmp_path / "rows.parquet"
-    with RowGroupWriter(path, SMALL, 2, sorted_by="id") as writer:
-        writer.write([{"id": 1}, {"id": 1}, {"id": 4}])
-    order = pq.ParquetFile(path).metadata.row_group(0).sorting_columns
-    assert [column.column_index for column in order] == [0]
-    with (
-        pytest.raises(DataError, match="Row 1 has id 3 after 4"),
-        RowGroupWriter(path, SMALL, 2, sorted_by="id") as writer,
-    ):
-        writer.write([{"id": 4}, {"id": 3}])
+    assert pq.read_table(path)["id"].to_pylist() == [0, 1, 2, 3]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.parquet"]
 
 
 def test_file_without_rows_is_valid(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    with RowGroupWriter(path, QUARANTINE_SCHEMA, 5):
-        pass
+    write_rows(path, [], QUARANTINE_SCHEMA, 5)
     with open_parquet(path, QUARANTINE_SCHEMA) as file:
         assert file.metadata.num_rows == 0
 
 
 def test_other_schema_or_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    with RowGroupWriter(path, QUARANTINE_SCHEMA, 5):
-        pass
+    write_rows(path, [], QUARANTINE_SCHEMA, 5)
     with pytest.raises(ArtifactError, match="quarantined_row"):
         open_parquet(path, PAIR_SCHEMA)
     newer = QUARANTINE_SCHEMA.with_metadata(

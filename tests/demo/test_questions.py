@@ -6,8 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from tasks.demo.oracle import is_good
-from tasks.demo.questions import demo_questions, write_questions
 from tasks.demo.vocabulary import KINDS
+from tasks.demo.world import demo_questions, write_questions
 from tasks.evaluate.questions import read_questions
 
 

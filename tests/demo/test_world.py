@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks.demo.oracle import parse_situation
+from tasks.demo.oracle import is_good, parse_situation
 from tasks.demo.vocabulary import KINDS
 from tasks.demo.world import (
     MAX_PAIRS,
     generate_pairs,
-    is_good,
     to_transcript,
     write_json_lines,
     write_pairs,
@@ -130,8 +129,7 @@ def test_the_seed_decides_and_the_global_generator_does_not() -> None:
 
 def test_rows_do_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
     program = (
-        "import sys; from tasks.demo.world import write_pairs;"
-        "from tasks.demo.questions import write_questions;"
+        "import sys; from tasks.demo.world import write_pairs, write_questions;"
         "write_pairs(sys.argv[1] + '/p', 300, 4); write_questions(sys.argv[1] + '/q')"
     )
     contents = []

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,9 @@ from typing import Any
 
 import pytest
 from compose_file import DEPLOYMENTS, read_compose
+from service_client import free_port
 
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 
 pytestmark = pytest.mark.endurance
 
@@ -64,7 +64,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     programs = _postgres_programs()
     pytest.importorskip("psycopg2", reason="psycopg2-binary is not installed")
     work = tmp_path_factory.mktemp("servers")
-    ports = [_free_port() for _ in range(3)]
+    ports = [free_port() for _ in range(3)]
     names = {"postgres:5432": f"127.0.0.1:{ports[0]}", "0.0.0.0": "127.0.0.1"}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_postgres(programs, ports[0]))
@@ -143,13 +143,13 @@ def _object_store(work: Path) -> Iterator[str | None]:
         yield None
         return
     pytest.importorskip("boto3")
-    port, data, log = _free_port(), work / "objects", work / "objects.log"
+    port, data, log = free_port(), work / "objects", work / "objects.log"
     data.mkdir()
     names = {"8333": str(port), "/data": str(data), "0.0.0.0": "127.0.0.1"}
     command, environment = _service("objects", names)
     # In a container of its own the store has all ports for itself.
-    inner = [f"-{kind}.port={_free_port()}" for kind in ("master", "volume", "filer")]
-    inner += [f"-{kind}.port.grpc={_free_port()}" for kind in ("master", "volume", "filer", "s3")]
+    inner = [f"-{kind}.port={free_port()}" for kind in ("master", "volume", "filer")]
+    inner += [f"-{kind}.port.grpc={free_port()}" for kind in ("master", "volume", "filer", "s3")]
     environment["TMPDIR"] = str(work)  # for its own logs
     with _running([program, *command, "-ip=127.0.0.1", *inner], environment, log, cwd=work):
         _wait_for(lambda: _answers(f"http://127.0.0.1:{port}/healthz"), log)
@@ -226,13 +226,6 @@ def _answers(url: str) -> bool:
             return True
     except (urllib.error.URLError, OSError):
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _count(servers: Servers, database: str, query: str) -> int:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from tasks.algorithms.statistics import Bootstrap, clustered_mean

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from tasks.ablation.config import AblationConfig
-from tasks.pipeline_config import DistillConfig, LoraConfig, SoftLabelConfig, identity_fields
+from tasks.config.shared import LoraConfig, identity_fields
+from tasks.distill.config import DistillConfig, SoftLabelConfig
 
 
 @pytest.mark.parametrize(

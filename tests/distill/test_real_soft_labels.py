@@ -18,6 +18,7 @@ from tasks.algorithms.distillation_losses import (
     topk_tail_kl,
     topk_with_tail,
 )
+from tasks.config.shared import RenderingConfig
 from tasks.data.hh import Pair
 from tasks.data.rendering import Renderer, render_pairs
 from tasks.data.source import read_lines
@@ -25,7 +26,6 @@ from tasks.errors import ModelError
 from tasks.ingest.rows import parse_line
 from tasks.models.loading import load_causal_lm
 from tasks.models.sources import resolve_model
-from tasks.pipeline_config import RenderingConfig
 
 pytestmark = pytest.mark.endurance
 

@@ -18,8 +18,8 @@ from flows.distill import distill
 from flows.reward_model import train_reward_model
 from flows.stages import RunOptions
 from tasks.config.loading import load_config
+from tasks.config.shared import TrackingConfig
 from tasks.data import teacher_labels
-from tasks.pipeline_config import TrackingConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 

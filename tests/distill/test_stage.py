@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from model_helpers import response_logprobs
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
@@ -21,12 +22,14 @@ from flows.sft import sft
 from flows.stages import RunOptions
 from tasks.artifacts import StudentAdapter, load_artifact
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import ModelConfig, TinyModelConfig
+from tasks.distill.config import DistillConfig
 from tasks.distill.student import check_findings, checked_rows
 from tasks.errors import ConfigError, DataError, ModelError, RendererMismatchError
-from tasks.models.loading import load_causal_lm, load_student, merge_adapter, response_logprobs
-from tasks.models.tiny import TinySpec, build_tiny_model
-from tasks.pipeline_config import DistillConfig, ModelConfig, SftConfig
+from tasks.models.loading import load_causal_lm, load_student, merge_adapter
+from tasks.models.tiny import build_tiny_model
 from tasks.runtime.rows import Row
+from tasks.sft.config import SftConfig
 
 CHAIN = load_config(Path(__file__).parents[1] / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)
@@ -84,7 +87,7 @@ def _merged_block(
 ) -> torch.Tensor:
     """Put W, A and B into a model's first query projection, merge, and return the block of W."""
     name = "model.layers.0.self_attn.q_proj"
-    spec = TinySpec(hidden_size=8, n_layers=1, n_heads=2, vocab_size=262)
+    spec = TinyModelConfig(hidden_size=8, n_layers=1, n_heads=2, vocab_size=262)
     base_dir = build_tiny_model(directory / "base", ["some text"], spec)
     base = load_causal_lm(base_dir)
     with torch.no_grad():
@@ -349,7 +352,7 @@ def test_other_renderer_is_refused(train: Any) -> None:
 
 @pytest.mark.slow
 def test_student_with_other_tokens_is_refused(train: Any, tmp_path: Path) -> None:
-    spec = TinySpec(hidden_size=32, n_layers=1, n_heads=2, vocab_size=262)
+    spec = TinyModelConfig(hidden_size=32, n_layers=1, n_heads=2, vocab_size=262)
     other = build_tiny_model(tmp_path / "other", ["some text"], spec)
     with pytest.raises(RendererMismatchError, match="tokenize differently"):
         train(student="model", model={"source": str(other)})

@@ -13,16 +13,17 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tasks.config.shared import TinyModelConfig
 from tasks.distill.student import check_targets, check_vocabulary, n_parameters, refuse_other_tokens
 from tasks.distill.student_check import compare
 from tasks.errors import ConfigError, ModelError, RendererMismatchError
 from tasks.models.loading import load_causal_lm, load_student, merge_adapter
-from tasks.models.tiny import TinySpec, build_tiny_model
+from tasks.models.tiny import build_tiny_model
 
 
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    spec = TinySpec(hidden_size=16, n_layers=2, n_heads=2, vocab_size=270)
+    spec = TinyModelConfig(hidden_size=16, n_layers=2, n_heads=2, vocab_size=270)
     return build_tiny_model(tmp_path_factory.mktemp("student") / "tied", ["some text"], spec)
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from tasks.pipeline_config import AnswersConfig, EvaluateConfig, identity_fields
+from tasks.config.shared import identity_fields
+from tasks.evaluate.config import AnswersConfig, EndpointConfig, EvaluateConfig
 
 SERVED = {"base": "b", "policy": "p", "student": "s"}
 
@@ -86,3 +87,11 @@ def test_address_budget_and_patience_do_not_change_the_result() -> None:
     assert set(fields["judging"]["endpoint"]) == {"model"}
     assert "addresses" not in fields["answers"]
     assert {"repeats", "pairwise", "rating_attempts"} <= set(fields["judging"])
+
+
+def test_address_with_a_password_or_without_a_host_is_refused() -> None:
+    for url in ("http://user:secret@host/v1", "host/v1", "ftp://host", "http://", "http://h:x/v1"):
+        with pytest.raises(ValueError, match="base_url") as caught:
+            EndpointConfig(base_url=url)
+        assert "secret" not in str(caught.value).partition("input_value")[0]
+    assert EndpointConfig(base_url="https://host/v1/").base_url == "https://host/v1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -21,11 +22,11 @@ import pytest
 from chat_server import GOOD, Act, ChatServer, chat_server
 from judge_runs import endpoint_of, plan_of, run
 
-from tasks.errors import ClusterError, ConfigError
-from tasks.evaluate.endpoint import ChatEndpoint, retry_after_seconds
+from tasks.data.hh import Message
+from tasks.errors import ClusterError, ConfigError, WorkspaceError
+from tasks.evaluate.endpoint import ChatEndpoint, ChatRequest, ask_all, retry_after_seconds
 from tasks.evaluate.judgments import score_model, summarize_pairs
 from tasks.evaluate.questions import ModelAnswer
-from tasks.pipeline_config import EndpointConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests" / "judge_runs.py"
@@ -127,10 +128,10 @@ def test_every_failure_of_a_server_is_survived(tmp_path: Path) -> None:
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         assert len(rows) == len({row["task_id"] for row in rows}) == 28
         # Whole counts: 100 tokens for each reply with a usage, empty and undecided ones too.
-        assert graded.requests == len(server.seen)
+        assert graded.usage.requests == len(server.seen)
         n_asked = len(server.seen)
         again = run(endpoint_of(server), plan_of(14), path)
-        assert again.scores == graded.scores and again.reused == 28
+        assert again.scores == graded.scores
         assert len(server.seen) == n_asked
 
 
@@ -193,9 +194,11 @@ def test_failures_that_last_are_reported_and_are_no_numbers(tmp_path: Path) -> N
     assert summary.mean is not None and summary.mean.value == 7.0
 
 
-def test_judge_that_refuses_everything_gives_coverage_0_and_no_score(tmp_path: Path) -> None:
-    with chat_server(lambda content, nth: Act(text="I cannot judge this.")) as server:
-        summary = score_model(run(endpoint_of(server), plan_of(3), tmp_path / "j.jsonl").scores)
+@pytest.mark.parametrize("text", ["I cannot judge this.", ""])
+def test_judge_that_never_decides_gives_coverage_0_and_no_score(tmp_path: Path, text: str) -> None:
+    with chat_server(lambda content, nth: Act(text=text)) as server:
+        cfg = endpoint_of(server, attempts=2, timeout_seconds=60.0)
+        summary = score_model(run(cfg, plan_of(12), tmp_path / "j.jsonl").scores)
     assert (summary.mean, dict(summary.turns), summary.coverage) == (None, {}, 0.0)
 
 
@@ -222,7 +225,6 @@ def test_kill_and_rerun_ask_only_for_what_is_missing(tmp_path: Path) -> None:
         n_before = len(server.seen)
         graded = run(endpoint_of(server), plan_of(20), path)
         assert len(server.seen) - n_before == 40 - n_stored
-    assert graded.reused == n_stored
     assert [score.score for score in graded.scores] == [7.0] * 40
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert len({row["task_id"] for row in rows}) == len(rows) == 40
@@ -235,7 +237,7 @@ def test_changed_answer_is_judged_again(tmp_path: Path) -> None:
     with chat_server() as server:
         plan = plan_of(3)
         run(endpoint_of(server), plan, path)
-        plan.answers["m"][0] = ModelAnswer(0, "m", ("other", "m 0 two"), 0.0)  # type: ignore[index]
+        plan.answers["m"][0] = ModelAnswer(0, "m", ("other", "m 0 two"))
         run(endpoint_of(server), plan, path)
         # The first answer is in both turns' prompts.
         assert len(server.seen) == 6 + 2
@@ -319,11 +321,11 @@ def test_spent_budget_stops_and_a_larger_one_goes_on(
         assert len(server.seen) == n_asked
         # What was spent counts in the next run, too: nothing more is asked.
         with pytest.raises(ClusterError, match="is spent"):
-            run(cfg, plan_of(20), path, requests=n_asked, tokens=100 * n_asked)
+            run(cfg, plan_of(20), path)
         assert len(server.seen) == n_asked
         graded = run(endpoint_of(server), plan_of(20), path)
         assert len(server.seen) == 40
-    assert (graded.requests, graded.tokens) == (40, 4000)
+    assert (graded.usage.requests, graded.usage.tokens) == (40, 4000)
 
 
 def test_request_holds_what_servers_expect(tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ def test_pairs_are_asked_in_both_orders(tmp_path: Path) -> None:
         return {0: ours, 1: "[[A]]", 2: "[[C]]", 3: lost or "who knows"}[question]
 
     with chat_server(_pair_script(decide)) as server:
-        plan = plan_of(4, ("ours", "base"), baseline="base")
+        plan = plan_of(4, ("ours", "base"), pairwise=True)
         graded = run(endpoint_of(server), plan, tmp_path / "j.jsonl")
     # 4 questions, 2 turns: 2 models alone, and one pair in 2 orders.
     assert (len(graded.scores), len(graded.pairs)) == (16, 8)
@@ -396,9 +398,94 @@ def test_retry_after_in_all_forms() -> None:
         assert retry_after_seconds(broken, now) is None
 
 
-def test_address_with_a_password_or_without_a_host_is_refused() -> None:
-    for url in ("http://user:secret@host/v1", "host/v1", "ftp://host", "http://", "http://h:x/v1"):
-        with pytest.raises(ValueError, match="base_url") as caught:
-            EndpointConfig(base_url=url)
-        assert "secret" not in str(caught.value).partition("input_value")[0]
-    assert EndpointConfig(base_url="https://host/v1/").base_url == "https://host/v1"
+# What was paid for is kept, and what was lost is no finished evaluation.
+
+
+def test_server_that_breaks_down_is_no_finished_evaluation(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    n_answered = 10
+
+    def script(content: str, nth: int) -> Act:
+        return Act() if len(server.seen) <= n_answered else Act(status=503, body="overloaded")
+
+    with chat_server(script) as server:
+        cfg = endpoint_of(server, max_concurrency=1, attempts=1)
+        with pytest.raises(ClusterError, match=r"30 of 40 .* lost; .*: HTTP 503.*same command"):
+            run(cfg, plan_of(20), path)
+        n_answered = 1000
+        server.seen.clear()
+        graded = run(cfg, plan_of(20), path)
+        assert len(server.seen) == 30
+    assert [score.score for score in graded.scores] == [7.0] * 40
+
+
+def test_empty_replies_are_failed_judgments_with_their_reason(tmp_path: Path) -> None:
+    path = tmp_path / "j.jsonl"
+    silent = {0: Act(text=""), 1: Act(text=" \n"), 2: Act(text="", finish_reason="length")}
+    with chat_server(lambda content, nth: silent.get(_question_of(content), Act())) as server:
+        cfg = endpoint_of(server, attempts=3, timeout_seconds=60.0)
+        graded = run(cfg, plan_of(4), path)
+        # Each of the three questions has two turns, of which each is asked three times.
+        assert sorted(server.asked.values()) == [1, 1, *[3] * 6]
+        assert len(server.seen) == graded.usage.requests == 20
+        assert run(cfg, plan_of(4), path).scores == graded.scores and len(server.seen) == 20
+    failures = {score.question_id: (score.score, score.failure) for score in graded.scores}
+    assert failures == {
+        0: (None, "an empty reply"),
+        1: (None, "an empty reply"),
+        2: (None, "an empty reply, which ends at the length limit"),
+        3: (7.0, ""),
+    }
+    summary = score_model(graded.scores)
+    assert (summary.valid, summary.failed) == (2, 6)
+    assert summary.mean is not None and summary.mean.value == 7.0
+
+
+async def _paid_and_handed_over(
+    server: ChatServer, done: Callable[[int, int], None], n_paid: int
+) -> list[int]:
+    """Ask until ``n_paid`` requests are answered, then cancel; return what was answered."""
+    endpoint = ChatEndpoint(endpoint_of(server, max_concurrency=3))
+    paid: list[int] = []
+
+    async def ask(item: int) -> int:
+        if len(paid) >= n_paid:
+            await asyncio.sleep(60)
+        await endpoint.ask(ChatRequest((Message("user", f"ask {item}."),), 0.0, 8))
+        paid.append(item)
+        return item
+
+    asking = asyncio.create_task(ask_all(endpoint, range(60), ask, done))
+    while len(paid) < n_paid and not asking.done():
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises((asyncio.CancelledError, WorkspaceError)):
+        await asking
+    return paid
+
+
+def test_cancelled_work_hands_over_all_that_was_paid_for() -> None:
+    handed: list[int] = []
+
+    def slow(item: int, reply: int) -> None:
+        time.sleep(0.2)
+        handed.append(item)
+
+    with chat_server() as server:
+        paid = asyncio.run(_paid_and_handed_over(server, slow, 9))
+    assert len(paid) >= 9 and sorted(handed) == sorted(paid)
+
+
+def test_error_of_one_hand_over_loses_no_other_reply() -> None:
+    handed: list[int] = []
+
+    def failing(item: int, reply: int) -> None:
+        handed.append(item)
+        time.sleep(0.1)
+        if len(handed) == 2:
+            raise WorkspaceError("The disk is full", "space", "free some")
+
+    with chat_server() as server:
+        paid = asyncio.run(_paid_and_handed_over(server, failing, 60))
+    # The one that failed, the one before it, and one that waited behind it.
+    assert 3 <= len(paid) < 60 and sorted(handed) == sorted(paid)

@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from flows.inputs import check_evaluation
+from tasks.config.shared import GenerationConfig
 from tasks.data.hh import Message
 from tasks.errors import ClusterError, ConfigError
-from tasks.evaluate.answers import Asked, EndpointAnswerer
-from tasks.evaluate.config import VllmConfig
+from tasks.evaluate.answers import Dialogue, EndpointAnswerer
+from tasks.evaluate.config import AnswersConfig, EvaluateConfig, VllmConfig
 from tasks.evaluate.endpoint import ChatEndpoint
 from tasks.evaluate.vllm import served, server_command
-from tasks.pipeline_config import AnswersConfig, EvaluateConfig, GenerationConfig
 from tasks.runtime import session as cluster
 from tasks.workspace import Workspace
 
@@ -107,9 +107,9 @@ def test_server_that_ends_among_the_answers_is_named_with_its_last_words(tmp_pat
         served(cfg.vllm, tmp_path, "policy", log_path) as server,
     ):
         endpoint = ChatEndpoint(cfg.endpoint_at(server.address, "policy"), failure=server.failure)
-        answerer = EndpointAnswerer(endpoint, GenerationConfig())
-        prompts = [Asked(i, (Message("user", "Hello"),), 0.0) for i in range(40)]
-        answerer.answer(prompts, 0, lambda asked, said: None)
+        answerer = EndpointAnswerer(lambda: endpoint, GenerationConfig())
+        prompts = [Dialogue(i, (Message("user", "Hello"),), (), 0.0) for i in range(40)]
+        answerer.answer(prompts, 0, lambda dialogue, responses: None)
     # The first requests at most: nobody waits for the retries of all forty.
     assert endpoint.usage.requests < 40
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.evaluate.judgments import Verdict, is_rating, parse_rating, parse_verdict, settle_orders
+from tasks.evaluate.judges import parse_rating, parse_verdict
+from tasks.evaluate.judgments import Verdict, is_rating
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
 
@@ -92,25 +92,3 @@ def test_long_text_takes_no_time() -> None:
 )
 def test_verdict(text: str, verdict: Verdict | None) -> None:
     assert parse_verdict(text) == verdict
-
-
-def test_orders_that_disagree_are_a_tie() -> None:
-    # (ours in place A, ours in place B): B in the swapped game means that ours won it.
-    expected: dict[tuple[Verdict, Verdict], Verdict] = {
-        ("A", "B"): "A",
-        ("B", "A"): "B",
-        ("A", "A"): "tie",
-        ("B", "B"): "tie",
-        ("tie", "tie"): "tie",
-        ("A", "tie"): "tie",
-        ("tie", "A"): "tie",
-    }
-    for (first, swapped), winner in expected.items():
-        assert settle_orders(first, swapped) == winner
-
-
-def test_failed_order_gives_no_winner() -> None:
-    sides: tuple[Verdict | None, ...] = ("A", "B", "tie", None)
-    for first, swapped in itertools.product(sides, repeat=2):
-        if None in (first, swapped):
-            assert settle_orders(first, swapped) is None

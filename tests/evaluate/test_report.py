@@ -11,7 +11,7 @@ from tasks.evaluate.questions import ModelAnswer, Question
 from tasks.evaluate.report import plot_radar, plot_scores, render_report
 
 EVIL = '<script>alert("x")</script>\n\n# heading | cell'
-ESCAPED = "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; # heading | cell"
+ESCAPED = r'&lt;script&gt;alert("x")&lt;/script&gt; \# heading \| cell'
 
 
 def _report(**extra: Any) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from tasks.data.pairs import read_pairs
 from tasks.demo.oracle import clean_accuracy, good_rate, is_good, parse_transcript
 from tasks.demo.world import generate_pairs
 from tasks.errors import ClusterError, RendererMismatchError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import Question
-from tasks.evaluate.stage import _Asked, _HeldOutPrompts, _listen
-from tasks.pipeline_config import EvaluateConfig
+from tasks.evaluate.stage import collect_answers
 
 CHAIN = load_config(Path(__file__).parents[1] / "small_chain.yaml")
 MODELS = ("base", "policy", "student")
@@ -91,26 +91,26 @@ def test_server_is_started_only_for_what_is_missing(
 ) -> None:
     """It would take minutes to load a model that nothing is asked of."""
     ctx = ingest_context()
-    held_out = _HeldOutPrompts([(Message("user", "Held out."),)], ["demo"])
+    prompts = [(Message("user", "Held out."),)]
     # Ends at once: where it is started, that is an error.
     vllm = {
         "command": [sys.executable, str(Path(__file__).parents[1] / "vllm_stand_in.py"), "serve"],
         "arguments": ["--ends"],
     }
 
-    def listen(n_questions: int, **answers: Any) -> Any:
+    def collect(n_questions: int, **answers: Any) -> Any:
         cfg = EvaluateConfig.model_validate({"answers": answers})
         questions = [Question(q, "math", (f"{q}?", "Why?")) for q in range(n_questions)]
         no_renderer: Any = None  # a server renders by itself
-        asked = _Asked(ctx, cfg, no_renderer, questions, held_out)
-        return _listen(asked, dict.fromkeys(MODELS, tmp_path))
+        directories = dict.fromkeys(MODELS, tmp_path)
+        return collect_answers(ctx, cfg, no_renderer, questions, prompts, directories)
 
     with chat_server() as server:
         endpoint = {"base_url": server.url, "api_key_env": None}
-        heard = listen(2, backend="openai", endpoint=endpoint, served=dict.fromkeys(MODELS, "m"))
-    assert listen(2, backend="vllm", vllm=vllm) == heard
+        answers = collect(2, backend="openai", endpoint=endpoint, served=dict.fromkeys(MODELS, "m"))
+    assert collect(2, backend="vllm", vllm=vllm) == answers
     with pytest.raises(ClusterError, match="it said last: CUDA error: out of memory"):
-        listen(3, backend="vllm", vllm=vllm)
+        collect(3, backend="vllm", vllm=vllm)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from flows.evaluate import evaluate
 from flows.sft import sft
 from tasks.artifacts import EvalReport, load_artifact
 from tasks.config.loading import load_config, merge
-from tasks.pipeline_config import EvaluateConfig
+from tasks.evaluate.config import EvaluateConfig
 
 PROGRAM = os.environ.get("RLHF_VLLM", "")
 pytestmark = [

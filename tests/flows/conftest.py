@@ -14,8 +14,10 @@ from flows.chain import chain_run
 from flows.stage_run import HOOKS, stage_run
 from flows.stages import STAGE_SPECS, RunOptions
 from tasks.artifacts import KINDS, Artifact, build_artifact, newest_artifact
+from tasks.config.shared import STAGES, Stage
 from tasks.context import StageContext
-from tasks.pipeline_config import STAGES, DemoWorldConfig, IngestConfig, PipelineConfig, Stage
+from tasks.ingest.config import DemoWorldConfig, IngestConfig
+from tasks.pipeline_config import PipelineConfig
 
 SMALL = PipelineConfig(ingest=IngestConfig(demo=DemoWorldConfig(n_pairs=60)))
 DEFAULT_OPTIONS = RunOptions()
@@ -35,7 +37,7 @@ def write_payload(ctx: StageContext) -> Artifact:
     ctx.log.progress(2, 2)
     ctx.draft.metrics["accuracy"] = 0.75
     ctx.draft.counts["rows"] = 3
-    report: dict[str, Any] = {"demo.reward_accuracy_clean": 0.9}
+    report: dict[str, Any] = {"demo": {"reward_accuracy_clean": 0.9}}
     if ctx.stage in _before:
         report |= _before[ctx.stage](ctx) or {}
     with build_artifact(ctx.artifacts_dir, ctx.draft) as directory:
@@ -56,9 +58,9 @@ def mini_stage(
     """Run one stage with a payload of one file."""
     cfg = getattr(SMALL, stage)
     cfg = type(cfg).model_validate(cfg.model_dump() | (changes or {}))
-    with stage_run(stage, cfg, options, **refs) as run:
+    with stage_run(stage, cfg, options, None, **refs) as run:
         if run.is_needed:
-            run.publish(write_payload(run.context))
+            run.artifact = write_payload(run.context)
     return run.path
 
 
@@ -68,8 +70,7 @@ def mini_chain(cfg: PipelineConfig = SMALL, rerun_from: Stage | None = None) -> 
     paths: dict[str, str] = {}
     with chain_run(cfg, rerun_from) as chain:
         for stage in STAGES:
-            inputs = STAGE_SPECS[stage].inputs
-            refs = {name: paths[spec.stage] for name, spec in inputs.items()}
+            refs = STAGE_SPECS[stage].refs(paths)
             paths[stage] = mini_stage(stage, refs, chain.options(stage))
     return paths["evaluate"]
 

@@ -17,10 +17,11 @@ from rich.console import Console
 from flows.ablation import ABLATION, rlhf_ablation
 from flows.cli.run import RunRequest, print_ablation, run
 from flows.outcomes import monitored
+from tasks.ablation.config import MethodConfig
 from tasks.ablation.report import AblationReport, AblationRun, Measurement, read_ablation
 from tasks.config.loading import load_config
 from tasks.errors import ConfigError
-from tasks.pipeline_config import MethodConfig, PipelineConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.tracking.mlflow import RunRecord, Tracker, connect
 from tasks.workspace import Workspace

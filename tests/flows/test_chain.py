@@ -16,9 +16,10 @@ from prefect.flow_engine import run_flow
 from prefect.states import AwaitingRetry
 
 from flows.outcomes import StageOutcome, monitored
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.context import StageContext
 from tasks.errors import MissingInputError, StageTimeoutError
-from tasks.pipeline_config import STAGES, IngestConfig, TrackingConfig
+from tasks.ingest.config import IngestConfig
 from tasks.tracking.lineage import lineage_tree, locate
 from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker
 from tasks.workspace import Workspace

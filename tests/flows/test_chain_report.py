@@ -13,7 +13,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from flows.chain import champion_manifests, differences
 from flows.promote import champion_run, stale_artifacts
 from tasks.artifacts import Manifest
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 from tasks.tracking.lineage import resolve_reference
 from tasks.tracking.mlflow import PIPELINE, Tracker
 
@@ -152,5 +152,5 @@ def test_upstream_reference_finds_what_a_student_stands_on(
     run_stage("sft")
     ref = f"upstream:models:/{tracker.student_model_name}@champion"
     for spec in STAGE_SPECS["evaluate"].inputs.values():
-        found = resolve_reference(tracker, ref, spec.stage, spec.kind)
-        assert found.manifest == wanted[spec.stage]
+        found = resolve_reference(tracker, ref, spec.name, spec.kind)
+        assert found.manifest == wanted[spec.name]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 
 pytestmark = pytest.mark.slow
 CONFIG = Path(__file__).parent.parent / "small_chain.yaml"

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.tracking.mlflow import PIPELINE, connect
 from tasks.workspace import Workspace
 

@@ -12,10 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from flows.cli.runs import CompareRequest, _write, comparison_json, run_compare
-from tasks.errors import WorkspaceError
-from tasks.pipeline_config import TrackingConfig
-from tasks.tracking.comparison import compare_runs, render_comparison
+from tasks.config.shared import TrackingConfig
+from tasks.tracking.comparison import Curve, compare_runs, render_comparison
 from tasks.tracking.mlflow import MetricPoint, Tracker, connect
 from tasks.workspace import Workspace
 
@@ -51,7 +49,7 @@ class _Tags(HTMLParser):
 
 
 def test_page_needs_no_network_and_runs_nothing(tracker: Tracker, runs: list[str]) -> None:
-    page = render_comparison(comparison_json(compare_runs(tracker, runs, has_curves=True)))
+    page = render_comparison(compare_runs(tracker, runs, has_curves=True))
     tags = _Tags()
     tags.feed(page)
     assert tags.names.isdisjoint({"script", "img", "iframe", "link", "object", "form"})
@@ -66,17 +64,17 @@ def test_page_needs_no_network_and_runs_nothing(tracker: Tracker, runs: list[str
 
 
 def test_only_web_addresses_become_links(tracker: Tracker, runs: list[str]) -> None:
-    found = comparison_json(compare_runs(tracker, runs))
-    found["runs"][0]["url"] = "javascript:alert(1)"
-    found["runs"][1]["url"] = "http://host/#/runs/1"
+    found = compare_runs(tracker, runs)
+    found.runs[0].url = "javascript:alert(1)"
+    found.runs[1].url = "http://host/#/runs/1"
     tags = _Tags()
     tags.feed(render_comparison(found))
     assert {v for name, v in tags.attributes if name == "href"} == {"http://host/#/runs/1"}
 
 
 def test_flat_curve_is_drawn_in_the_middle(tracker: Tracker, runs: list[str]) -> None:
-    found = comparison_json(compare_runs(tracker, runs))
-    found["curves"] = [{"name": "flat", "lines": [[(1, 2.0), (3, 2.0)], []]}]
+    found = compare_runs(tracker, runs)
+    found.curves = [Curve(name="flat", lines=[[(1, 2.0), (3, 2.0)], []])]
     # 140 high, so the middle is 70; the steps span the width of 320.
     assert 'points="0.0,70.0 320.0,70.0"' in render_comparison(found)
 
@@ -118,26 +116,19 @@ def test_bad_reference_is_one_message(
     assert result.stdout == ""
 
 
-def test_page_that_cannot_be_written_is_told(
-    tracker: Tracker, runs: list[str], tmp_path: Path
+def test_page_that_cannot_be_written_is_told_and_home_is_expanded(
+    tracker: Tracker, runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = tmp_path / "none" / "page.html"
-    result = CliRunner().invoke(app, ["compare", *runs, "--html", str(target)])
-    assert result.exit_code == BAD_INPUT
-    assert f"{target} cannot be written" in result.stderr
-
-
-def test_page_that_failed_leaves_nothing_and_home_is_expanded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    target = tmp_path / "page.html"
-    target.mkdir()
-    with pytest.raises(WorkspaceError, match="cannot be written"):
-        _write(target, "text")
-    assert list(tmp_path.iterdir()) == [target]
-    _write(Path("~/other.html"), "text")
-    assert (tmp_path / "other.html").read_text(encoding="utf-8") == "text"
+    monkeypatch.setenv("HOME", str(tmp_path / "user"))
+    (tmp_path / "user" / "page.html").mkdir(parents=True)
+    for target in (tmp_path / "none" / "page.html", tmp_path / "user" / "page.html"):
+        result = CliRunner().invoke(app, ["compare", *runs, "--html", str(target)])
+        assert result.exit_code == BAD_INPUT
+        assert f"{target} cannot be written" in result.stderr
+    result = CliRunner().invoke(app, ["compare", *runs, "--html", "~/other.html"])
+    assert result.exit_code == 0, result.stderr
+    found = sorted(path.name for path in (tmp_path / "user").iterdir())
+    assert found == ["other.html", "page.html"]
 
 
 @pytest.mark.slow
@@ -148,9 +139,11 @@ def test_page_of_a_server_links_to_its_runs(
     tracker = connect(tracking, workspace)
     made = [tracker.start_run("sft", {"stage": "sft"}, {"rate": rate}) for rate in (1, 2)]
     page = tmp_path / "page.html"
-    request = CompareRequest((made[0], f"runs:/{made[1]}"), tracking, page=page)
-    found = run_compare(request)
-    assert [row.cells for row in found.tables[1].rows] == [["1", "2"]]
+    arguments = [made[0], f"runs:/{made[1]}", "--html", str(page), "--tracking-uri", mlflow_server]
+    result = CliRunner().invoke(app, ["compare", *arguments, "--experiment", "compare", "--json"])
+    assert result.exit_code == 0, result.stderr
+    settings = json.loads(result.stdout)["tables"][1]
+    assert [row["cells"] for row in settings["rows"]] == [["1", "2"]]
     tags = _Tags()
     tags.feed(page.read_text(encoding="utf-8"))
     links = {value for name, value in tags.attributes if name == "href"}

@@ -15,8 +15,10 @@ from flows.services.deploy import AUTOMATIONS, DEPLOYMENTS, deploy, rendered
 from flows.services.records import HEARTBEAT_SECONDS, POOL
 from flows.stages import completed
 from tasks.config.loading import load_config
+from tasks.config.shared import STAGES
 from tasks.errors import ClusterError
-from tasks.pipeline_config import STAGES, PipelineConfig, RewardModelConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.reward_model.config import RewardModelConfig
 from tasks.workspace import Workspace
 
 SharedCases = Callable[[str], list[dict[str, Any]]]

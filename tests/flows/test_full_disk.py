@@ -14,9 +14,9 @@ import pytest
 from conftest import SMALL_CHAIN
 from service_client import DirectHome, DirectRun, fill, wait_for
 
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.context import StageContext
 from tasks.errors import ClusterError, DataError, DiskFullError, WorkspaceError
-from tasks.pipeline_config import STAGES, TrackingConfig
 from tasks.tracking.mlflow import connect
 from tasks.tracking.registry import CHAMPION, Registry
 from tasks.workspace import Workspace

@@ -13,7 +13,7 @@ from prefect.states import Cancelled, Crashed, Failed
 
 from flows.stage_run import HOOKS, _tracking_of, mark_failed, mark_killed
 from flows.stages import RunOptions
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from flows.ingest import ingest
-from flows.inputs import raw_sources, result_fields
-from flows.stages import RunOptions
+from flows.stages import RunOptions, raw_sources, result_fields
 from tasks.artifacts import PreferenceDataset, fingerprint, load_artifact
-from tasks.pipeline_config import IngestConfig, SourceConfig
+from tasks.config.shared import SourceConfig
+from tasks.ingest.config import IngestConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.workspace import Workspace
 

@@ -18,7 +18,8 @@ from flows.cli.doctor import (
     shape_of,
 )
 from tasks.config.loading import find_config, load_config
-from tasks.pipeline_config import ModelConfig, PipelineConfig
+from tasks.config.shared import ModelConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.workspace import Workspace
 
 GIB = 2**30

@@ -14,9 +14,9 @@ from mlflow import MlflowClient
 
 from flows.stages import RunOptions
 from tasks.artifacts import read_manifest
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.context import StageContext
-from tasks.pipeline_config import STAGES, TrackingConfig
-from tasks.tracking.mlflow import PIPELINE, Tracker, member_tag
+from tasks.tracking.mlflow import PIPELINE, RunRecord, Tracker, member_tag
 from tasks.tracking.registry import CANDIDATE, Registry
 from tasks.tracking.run_log import ProgressDisplay, StageLog, machine_watched
 
@@ -28,18 +28,22 @@ def _chains(tracker: Tracker) -> list[str]:
     return [run.run_id for run in tracker.find_runs({"stage": PIPELINE})]
 
 
+def _members(tracker: Tracker, chain: str) -> list[RunRecord]:
+    """Return the run of a chain and those of its stages."""
+    words = ("chain", "ran", "reused")
+    return [run for word in words for run in tracker.find_runs({member_tag(chain): word})]
+
+
 @pytest.mark.slow
-def test_one_query_finds_the_runs_of_a_chain_reused_ones_too(
-    run_chain: Run, tracker: Tracker
-) -> None:
+def test_a_tag_finds_the_runs_of_a_chain_reused_ones_too(run_chain: Run, tracker: Tracker) -> None:
     run_chain()
     (first,) = _chains(tracker)
     _check_layout(tracker, first)
     run_chain(rerun_from="distill")
     second = _chains(tracker)[0]
-    stages = [run.stage for run in tracker.chain_members(first)]
+    stages = [run.stage for run in _members(tracker, first)]
     assert sorted(map(str, stages)) == sorted([PIPELINE, *STAGES])
-    parts = {str(run.stage): run.tags[member_tag(second)] for run in tracker.chain_members(second)}
+    parts = {str(run.stage): run.tags[member_tag(second)] for run in _members(tracker, second)}
     assert parts == {
         PIPELINE: "chain",
         "ingest": "reused",
@@ -57,7 +61,7 @@ def test_one_query_finds_the_runs_of_a_chain_reused_ones_too(
 def _check_layout(tracker: Tracker, chain: str) -> None:
     """Check names, nesting, parameters, files, datasets, models and the registered version."""
     client = MlflowClient(tracker.tracking_uri)
-    runs = {str(run.stage): run for run in tracker.chain_members(chain)}
+    runs = {str(run.stage): run for run in _members(tracker, chain)}
     for stage in STAGES:
         run = runs[stage]
         assert run.name == stage
@@ -95,9 +99,7 @@ def test_artefact_that_was_deleted_under_a_cached_stage_is_made_again(
     tracker.reopen(student.run_id)
     assert run_chain() == report
     second = _chains(tracker)[0]
-    ran = [
-        run.stage for run in tracker.chain_members(second) if run.tags[member_tag(second)] == "ran"
-    ]
+    ran = [run.stage for run in _members(tracker, second) if run.tags[member_tag(second)] == "ran"]
     assert ran == ["sft"]
     latest = tracker.latest_finished("sft")
     assert latest is not None and latest.tags["fingerprint"] == base.fingerprint

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,10 +23,8 @@ from flows.outcomes import (
     monitored,
     summary_of,
     tree_rss_bytes,
-    write_summary,
 )
-from tasks.errors import WorkspaceError
-from tasks.pipeline_config import TrackingConfig
+from tasks.config.shared import TrackingConfig
 from tasks.tracking.lineage import LineageNode
 from tasks.workspace import Workspace
 
@@ -71,27 +68,15 @@ def test_inner_block_shares_the_monitor() -> None:
     assert current_monitor() is None
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
-def test_demo_figures_are_found(make_artifact: Make, workspace: Workspace, is_nested: bool) -> None:
-    nested = {"demo": {"oracle_good_rate": {"base": 0.4, "student": 0.8}}}
-    flat = {"demo.oracle_good_rate.base": 0.4, "demo.oracle_good_rate.student": 0.8}
-    report = make_artifact("evaluate", report=nested if is_nested else flat)
+def test_demo_figures_are_found(make_artifact: Make, workspace: Workspace) -> None:
+    demo = {"oracle_good_rate": {"base": 0.4, "student": 0.8}, "reward_accuracy_clean": None}
+    report = make_artifact("evaluate", report={"demo": demo})
     summary = summary_of({"evaluate": _outcome(report)}, 2.0, 3)
     assert summary["demo"] == {
         "oracle_good_rate": {"base": 0.4, "policy": None, "student": 0.8},
         "reward_accuracy_clean": None,
     }
     assert (summary["wall_seconds"], summary["peak_rss_bytes"]) == (2.0, 3)
-
-
-def test_summary_is_written_whole(tmp_path: Path) -> None:
-    path = tmp_path / "summary.json"
-    write_summary(path, {"a": 1})
-    write_summary(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 2}
-    assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]
-    with pytest.raises(WorkspaceError, match="cannot be written"):
-        write_summary(tmp_path / "gone" / "summary.json", {})
 
 
 def test_rows_say_what_was_reused(make_artifact: Make) -> None:
@@ -113,7 +98,7 @@ def test_a_policy_that_a_guard_stopped_is_seen(make_artifact: Make) -> None:
         manifest = json.loads(path.read_text())
         path.write_text(json.dumps({**manifest, "metrics": {"stopped_by_guard": value}}))
         with monitored() as monitor:
-            monitor.record("offline_ppo", _outcome(policy, reused=reused))
+            monitor.outcomes["offline_ppo"] = _outcome(policy, reused=reused)
         (row,) = chain_rows(monitor.outcomes)
         states[value, reused] = row["state"]
         console = Console(record=True, width=200)

@@ -15,8 +15,8 @@ from flows.services import up as status_module
 from flows.services.deploy import _ensure_pool, _finished, deploy
 from flows.services.records import AUTH_VARIABLE
 from flows.services.up import _query, read_status
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError
-from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import Workspace
 
 LOGIN = "admin:a word: and more"

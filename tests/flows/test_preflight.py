@@ -11,29 +11,22 @@ import pytest
 from flows import inputs as preflight
 from flows.inputs import (
     check_gpus,
-    check_inputs,
     check_ray_address,
     demo_questions,
-    models_of,
-    raw_sources,
     ray_addresses,
-    result_fields,
     subset_name,
 )
+from flows.stages import check_inputs, models_of, raw_sources, result_fields
 from tasks.artifacts import file_sha256
+from tasks.config.shared import ModelConfig, RuntimeConfig
+from tasks.distill.config import DistillConfig
 from tasks.errors import ClusterError, ConfigError, DataError, MissingInputError, ModelError
+from tasks.evaluate.config import EvaluateConfig
 from tasks.evaluate.questions import ModelAnswer, read_questions, write_answers
-from tasks.pipeline_config import (
-    DistillConfig,
-    EvaluateConfig,
-    IngestConfig,
-    ModelConfig,
-    OfflinePPOConfig,
-    PipelineConfig,
-    RewardConfig,
-    RuntimeConfig,
-    SftConfig,
-)
+from tasks.ingest.config import IngestConfig
+from tasks.offline_ppo.config import OfflinePPOConfig, RewardConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.sft.config import SftConfig
 from tasks.workspace import Workspace
 
 

@@ -13,14 +13,12 @@ from flows.rlhf_pipeline import STAGE_FLOWS, rlhf_pipeline
 from flows.stage_run import _tracking_of
 from flows.stages import RunOptions, completed, completed_options, lay_over
 from tasks.config.loading import find_config, load_config
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ConfigError, MissingInputError
-from tasks.pipeline_config import (
-    OfflinePPOConfig,
-    PipelineConfig,
-    RewardModelConfig,
-    SftConfig,
-    TrackingConfig,
-)
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
+from tasks.reward_model.config import RewardModelConfig
+from tasks.sft.config import SftConfig
 
 DEMO = load_config(find_config("demo"))
 

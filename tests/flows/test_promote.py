@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +13,14 @@ from typer.testing import CliRunner
 
 from flows.cli.main import app
 from flows.promote import (
-    Decision,
-    PromoteRequest,
-    Verdict,
     apply_verdict,
     champion_run,
     promote,
     rollback,
 )
 from tasks.artifacts import StudentAdapter, load_artifact
+from tasks.config.shared import PromotionConfig, TrackingConfig
 from tasks.errors import ArtifactError, MissingInputError, PromotionError
-from tasks.pipeline_config import PromotionConfig, TrackingConfig
 from tasks.tracking.mlflow import Tracker
 from tasks.tracking.registry import (
     CHAMPION,
@@ -37,6 +33,7 @@ from tasks.tracking.registry import (
 Make = Callable[..., Any]
 BAD_INPUT = 2
 COMPARE = "flows.promote.compare_with_champion"
+LIMITS = PromotionConfig()
 PASSED = {"verdict": "passed", "checks": []}
 FAILED = {
     "verdict": "failed",
@@ -66,7 +63,7 @@ class Chains:
         self.tracker.finish(run_id, "FINISHED")
         return artifact
 
-    def evaluate(self, student: Any, gate: Any = PASSED, **settings: Any) -> Decision:
+    def evaluate(self, student: Any, gate: Any = PASSED, **settings: Any) -> str:
         """Let an evaluation speak; keywords are its figures, `promotion`, and `judge`."""
         limits = PromotionConfig.model_validate(settings.pop("promotion", {}))
         judge = settings.pop("judge", "reward_model")
@@ -75,10 +72,16 @@ class Chains:
         report = self.make("evaluate", parents, run_id, {"gate": gate}, judge=judge)
         figures = {"question_score": 6.0, **settings}
         report.manifest.metrics.update({f"student_{name}": v for name, v in figures.items()})
-        self.verdict = Verdict(report, limits)
-        self.said = apply_verdict(self.tracker, self.verdict)
+        self.report = report
+        said = apply_verdict(self.tracker, report, limits, None, is_reused=False)
         self.run = self.tracker.read_run(run_id)
-        return self.said
+        return said
+
+    def reuse(
+        self, report: Any, limits: PromotionConfig = LIMITS, chain_run_id: str | None = None
+    ) -> str:
+        """Let an evaluation that was there already speak again."""
+        return apply_verdict(self.tracker, report, limits, chain_run_id, is_reused=True)
 
 
 @pytest.fixture
@@ -87,8 +90,7 @@ def chains(tracker: Tracker, make_artifact: Make) -> Chains:
 
 
 def test_first_student_that_passes_is_the_champion(chains: Chains) -> None:
-    said = chains.evaluate(chains.student(), question_score=6.0)
-    assert said.is_champion
+    chains.evaluate(chains.student(), question_score=6.0)
     version = chains.registry.aliased(CHAMPION)
     assert version.version == 1
     assert chains.run.run_id in version.tags["promoted.why"]
@@ -103,8 +105,7 @@ def test_student_that_fails_is_refused_with_the_reasons_and_the_champion_stays(
     chains: Chains,
 ) -> None:
     chains.evaluate(chains.student())
-    said = chains.evaluate(chains.student(), FAILED)
-    assert not said.is_champion
+    chains.evaluate(chains.student(), FAILED)
     assert champion_of(chains.registry) == 1
     reason = "min_score: mean score is 5.5, the limit is at least 6"
     tags = chains.registry.version(2).tags
@@ -114,9 +115,9 @@ def test_student_that_fails_is_refused_with_the_reasons_and_the_champion_stays(
 
 def test_without_limits_nothing_moves(chains: Chains) -> None:
     said = chains.evaluate(chains.student(), {"verdict": None, "checks": []})
-    assert "no gate is set" in said.text
+    assert "no gate is set" in said
     said = chains.evaluate(chains.student(), promotion={"enabled": False})
-    assert "promotion is off" in said.text
+    assert "promotion is off" in said
     assert champion_of(chains.registry) is None
 
 
@@ -124,33 +125,33 @@ def test_student_below_the_champion_is_refused(chains: Chains) -> None:
     chains.evaluate(chains.student(), win_rate_against_base=0.80, harmlessness_rate=0.9)
     said = chains.evaluate(chains.student(), win_rate_against_base=0.70, harmlessness_rate=0.95)
     # 0.80 - 0.70 is more than 0.02.
-    assert "win_rate_against_base 0.7 against the champion's 0.8" in said.text
-    assert "harmlessness" not in said.text
+    assert "win_rate_against_base 0.7 against the champion's 0.8" in said
+    assert "harmlessness" not in said
     assert champion_of(chains.registry) == 1
     said = chains.evaluate(chains.student(), win_rate_against_base=0.79, harmlessness_rate=0.9)
-    assert said.text == "version 3 of rlhf-flows-student is the champion instead of version 1"
+    assert said == "version 3 of rlhf-flows-student is the champion instead of version 1"
 
 
 def test_champion_stays_where_nothing_can_be_compared(chains: Chains) -> None:
     chains.evaluate(chains.student(), question_score=5.0)
     student = chains.student()
     said = chains.evaluate(student, question_score=9.0, judge="openai")
-    assert not said.is_champion and champion_of(chains.registry) == 1
+    assert champion_of(chains.registry) == 1
     # Both yardsticks and both ways out are named.
     scorer = chains.reward_model.fingerprint[:16]
     assert f"question_score (judge openai:, questions /None, the champion's judge {scorer}" in (
-        said.text
+        said
     )
-    assert "`rlhf promote 2`" in said.text
-    assert "evaluate models:/rlhf-flows-student@champion as this student was" in said.text
+    assert "`rlhf promote 2`" in said
+    assert "evaluate models:/rlhf-flows-student@champion as this student was" in said
     tags = chains.registry.version(2).tags
     assert tags["promotion.verdict"] == "refused"
-    assert said.text.endswith(tags["promotion.reasons"])
+    assert said.endswith(tags["promotion.reasons"])
     # The way out: the champion on the new yardstick, then the same evaluation again.
-    found = chains.verdict
+    report = chains.report
     chains.evaluate(_student_of(chains, 1), question_score=8.0, judge="openai")
-    said = apply_verdict(chains.tracker, replace(found, is_reused=True))
-    assert said.is_champion and champion_of(chains.registry) == 2
+    chains.reuse(report)
+    assert champion_of(chains.registry) == 2
     tags = chains.registry.version(2).tags
     assert (tags["promotion.verdict"], tags["promotion.reasons"]) == ("promoted", "none")
     assert tags["promoted.why"].endswith("passed; question_score 9 against the champion's 8")
@@ -163,9 +164,9 @@ def _student_of(chains: Chains, number: int) -> Any:
 
 def test_champion_that_was_never_evaluated_stays(chains: Chains) -> None:
     chains.student()
-    promote(_request("1"))
+    _promote("1")
     said = chains.evaluate(chains.student())
-    assert "cannot be compared with version 1: the champion has no evaluation" in said.text
+    assert "cannot be compared with version 1: the champion has no evaluation" in said
     assert champion_of(chains.registry) == 1
 
 
@@ -174,7 +175,7 @@ def test_reward_models_accuracy_alone_is_no_comparison_of_students(chains: Chain
     accuracy = MlflowClient(chains.tracker.tracking_uri).log_metric
     accuracy(chains.reward_model.manifest.mlflow_run_id, "summary/test_accuracy", 0.9)
     said = chains.evaluate(chains.student(), judge="openai")
-    assert "cannot be compared" in said.text
+    assert "cannot be compared" in said
     assert champion_of(chains.registry) == 1
 
 
@@ -183,20 +184,18 @@ def test_reused_evaluation_decides_by_the_limits_of_now(chains: Chains) -> None:
     chains.evaluate(chains.student(), promotion=off.model_dump())
     assert champion_of(chains.registry) is None
     chain = chains.tracker.start_run("chain", {"stage": "pipeline"}, {})
-    again = replace(chains.verdict, limits=PromotionConfig(), chain_run_id=chain, is_reused=True)
-    assert apply_verdict(chains.tracker, again).is_champion
+    chains.reuse(chains.report, chain_run_id=chain)
     assert champion_of(chains.registry) == 1
     assert "is the champion" in chains.tracker.read_run(chain).tags["promotion"]
     # 6.0 - 5.5 is more than 0.1, and less than 1.
     said = chains.evaluate(chains.student(), question_score=5.5)
-    assert "more than 0.1 below" in said.text
-    wider = replace(chains.verdict, limits=PromotionConfig(max_score_drop=1.0), is_reused=True)
-    assert apply_verdict(chains.tracker, wider).is_champion
+    assert "more than 0.1 below" in said
+    chains.reuse(chains.report, PromotionConfig(max_score_drop=1.0))
     assert champion_of(chains.registry) == 2
     # A newer evaluation of the student is not replaced by an older one that is reused.
-    older = chains.verdict
+    older = chains.report
     chains.evaluate(_student_of(chains, 2), question_score=5.9)
-    apply_verdict(chains.tracker, replace(older, is_reused=True))
+    chains.reuse(older)
     newest = known_evaluation(chains.registry.version(2))
     assert newest is not None and newest.figures["question_score"] == 5.9
 
@@ -205,10 +204,11 @@ def test_worse_reward_model_keeps_a_student_from_winning(chains: Chains) -> None
     run_id = chains.reward_model.manifest.mlflow_run_id
     accuracy = MlflowClient(chains.tracker.tracking_uri).log_metric
     accuracy(run_id, "summary/test_accuracy", 0.9)
-    assert chains.evaluate(chains.student()).is_champion
+    chains.evaluate(chains.student())
+    assert champion_of(chains.registry) == 1
     accuracy(run_id, "summary/test_accuracy", 0.8)
     said = chains.evaluate(chains.student())
-    assert "reward_model_accuracy 0.8 against the champion's 0.9" in said.text
+    assert "reward_model_accuracy 0.8 against the champion's 0.9" in said
     assert champion_of(chains.registry) == 1
 
 
@@ -216,8 +216,7 @@ def test_champion_that_is_evaluated_again_stays_and_is_worried_about(chains: Cha
     student = chains.student()
     chains.evaluate(student)
     said = chains.evaluate(student, FAILED)
-    assert said.is_champion
-    assert "is the champion already, and fails the gate now (min_score" in said.text
+    assert "is the champion already, and fails the gate now (min_score" in said
 
 
 def test_older_student_and_one_that_was_rolled_back_are_for_people_to_decide(
@@ -226,14 +225,14 @@ def test_older_student_and_one_that_was_rolled_back_are_for_people_to_decide(
     first, second = chains.student(), chains.student()
     chains.evaluate(second)
     said = chains.evaluate(first)
-    assert "older than the champion, version 2" in said.text
+    assert "older than the champion, version 2" in said
     third = chains.student()
     chains.evaluate(third)
     rollback("answers in French", TrackingConfig())
     assert champion_of(chains.registry) == 2
     assert chains.registry.version(3).tags["rolled_back.why"] == "answers in French"
     said = chains.evaluate(third)
-    assert "it was rolled back at" in said.text
+    assert "it was rolled back at" in said
     assert champion_of(chains.registry) == 2
 
 
@@ -252,8 +251,7 @@ def test_champion_that_changed_during_the_evaluation_refuses(
 
     monkeypatch.setattr(COMPARE, slow)
     said = chains.evaluate(third)
-    assert not said.is_champion
-    assert "the champion is version 2 meanwhile" in said.text
+    assert "the champion is version 2 meanwhile" in said
     assert champion_of(chains.registry) == 2
 
 
@@ -269,11 +267,11 @@ def test_champion_whose_files_are_gone_is_the_champion_still(chains: Chains) -> 
 def test_student_of_no_version_is_told(chains: Chains) -> None:
     run_id = chains.tracker.start_run("distill", {"stage": "distill"}, {})
     said = chains.evaluate(chains.make("distill", run_id=run_id))
-    assert said.text == "the student is no version of rlhf-flows-student"
+    assert said == "the student is no version of rlhf-flows-student"
 
 
-def _request(ref: str, is_forced: bool = False) -> PromoteRequest:
-    return PromoteRequest(ref, "because", TrackingConfig(), is_forced)
+def _promote(ref: str, is_forced: bool = False) -> str:
+    return promote(ref, "because", TrackingConfig(), is_forced=is_forced)
 
 
 @pytest.mark.parametrize(
@@ -282,17 +280,17 @@ def _request(ref: str, is_forced: bool = False) -> PromoteRequest:
 )
 def test_version_by_every_name(chains: Chains, ref: str) -> None:
     student = chains.student()
-    assert promote(_request(ref)) == "Version 1 of rlhf-flows-student is the champion."
+    assert _promote(ref) == "Version 1 of rlhf-flows-student is the champion."
     assert chains.registry.version(1).tags["promoted.why"] == "because"
-    assert "already" in promote(_request(f"runs:/{student.manifest.mlflow_run_id}"))
+    assert "already" in _promote(f"runs:/{student.manifest.mlflow_run_id}")
 
 
 def test_failed_gate_needs_force(chains: Chains) -> None:
     chains.evaluate(chains.student(), FAILED)
     with pytest.raises(PromotionError, match=r"min_score: mean score is 5\.5"):
-        promote(_request("1"))
+        _promote("1")
     assert champion_of(chains.registry) is None
-    promote(_request("1", is_forced=True))
+    _promote("1", is_forced=True)
     assert "forced" in chains.registry.version(1).tags["promoted.why"]
 
 
@@ -301,11 +299,11 @@ def test_artefact_that_was_deleted_is_not_promoted_and_the_champion_stays(chains
     student = chains.student()
     shutil.rmtree(student.path)
     with pytest.raises(MissingInputError, match=r"student of version 2 .*--only distill"):
-        promote(_request("2"))
+        _promote("2")
     torn = chains.student()
     (torn.path / "payload.bin").write_bytes(b"other!!")
     with pytest.raises(ArtifactError, match=r"student of version 3 .*SHA-256"):
-        promote(_request("3"))
+        _promote("3")
     assert champion_of(chains.registry) == 1
 
 
@@ -313,11 +311,11 @@ def test_run_that_failed_or_was_deleted_is_not_promoted(chains: Chains) -> None:
     run_id = chains.student().manifest.mlflow_run_id
     chains.tracker.finish(run_id, "FAILED")
     with pytest.raises(MissingInputError, match=f"run {run_id} of version 1 .* is FAILED"):
-        promote(_request("1"))
+        _promote("1")
     chains.tracker.finish(run_id, "FINISHED")
     MlflowClient(chains.tracker.tracking_uri).delete_run(run_id)
     with pytest.raises(MissingInputError, match=f"mlflow runs restore --run-id {run_id}"):
-        promote(_request("1"))
+        _promote("1")
     assert champion_of(chains.registry) is None
 
 

@@ -16,11 +16,12 @@ from prefect.settings import get_current_settings
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from flows.cli.reproduce import ReproduceRequest, reproduce
+from flows.cli.reproduce import reproduce
 from flows.ingest import ingest
 from tasks.artifacts import MANIFEST_NAME, PolicyCheckpoint, load_artifact, read_manifest
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.pipeline_config import STAGES, DemoWorldConfig, IngestConfig, TrackingConfig
+from tasks.ingest.config import DemoWorldConfig, IngestConfig
 from tasks.tracking.mlflow import PIPELINE, Tracker
 from tasks.workspace import Workspace
 
@@ -39,7 +40,7 @@ def servers(prefect_server: None, tracker: Tracker, monkeypatch: pytest.MonkeyPa
 
 
 def _reproduce(ref: str) -> Any:
-    return reproduce(ReproduceRequest(ref, TrackingConfig()))
+    return reproduce(ref, TrackingConfig())
 
 
 def _run_id(path: str | Path) -> str:

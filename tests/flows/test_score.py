@@ -14,18 +14,18 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from model_helpers import load_reward_model
 from rich.console import Console
 
-from flows.cli.score import Scored, ScoreRequest, overridden, print_scored, score_file
+from flows.cli.score import Scored, overridden, print_scored, score_file
 from flows.stages import RunOptions
 from tasks.artifacts import PreferenceDataset, RewardModelCheckpoint, load_artifact
 from tasks.config.loading import load_config
+from tasks.config.shared import RuntimeConfig, TrackingConfig
 from tasks.data.hh import Message
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
-from tasks.models.loading import load_reward_model
-from tasks.pipeline_config import RuntimeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAIN = load_config(ROOT / "tests" / "small_chain.yaml")
@@ -46,9 +46,8 @@ def score(reward_model: RewardModelCheckpoint) -> Score:
     """A function that scores a file with the small reward model."""
 
     def scored(path: Path, **changes: Any) -> Scored:
-        return score_file(
-            ScoreRequest(path, **({"reward_model": str(reward_model.path)} | changes))
-        )
+        ours = {"reward_model": str(reward_model.path), "output": None, "overrides": ()}
+        return score_file(path, tracking=TrackingConfig(), **(ours | changes))
 
     return scored
 
@@ -86,8 +85,8 @@ def _plain_scores(model: RewardModelCheckpoint, row: dict[str, Any], names: Sequ
     prompt = [Message(turn["role"], turn["content"]) for turn in row["prompt"]]
     found = []
     for name in names:
-        rendered = renderer.render(prompt, row[name])
-        ids = torch.tensor([[*rendered.prompt_ids, *rendered.response_ids]])
+        response_ids, _ = renderer.response_ids(row[name])
+        ids = torch.tensor([[*renderer.prompt_ids(prompt)[0], *response_ids]])
         with torch.no_grad():
             found.append(float(network(ids).logits[0, -1, 0]))
     return found

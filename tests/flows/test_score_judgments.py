@@ -14,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flows.cli.main import app
-from flows.cli.score_judgments import JudgmentRequest, print_judgments, score_judgments
+from flows.cli.score_judgments import print_judgments, score_judgments
 from tasks.errors import DataError, MissingInputError
 
 SharedCases = Callable[[str], list[dict[str, Any]]]
@@ -57,12 +57,12 @@ def test_other_files_get_the_form_of_judgments(
     tmp_path: Path, row: dict[str, Any], found: str, fix: str
 ) -> None:
     with pytest.raises(DataError, match=found) as caught:
-        score_judgments(JudgmentRequest([_write(tmp_path / "file.jsonl", row)]))
+        score_judgments([_write(tmp_path / "file.jsonl", row)])
     assert fix in caught.value.fix and '"category"' not in caught.value.fix
 
 
 def test_all_published_numbers_exactly(real_file: Path) -> None:
-    found = score_judgments(JudgmentRequest([real_file]))
+    found = score_judgments([real_file])
     assert [row.model for row in found.rows] == list(PUBLISHED)
     for row in found.rows:
         assert row.mean is not None
@@ -81,7 +81,7 @@ def test_command_prints_the_published_numbers(real_file: Path) -> None:
 
 
 def test_ratings_in_the_texts_are_the_stored_ones(real_file: Path) -> None:
-    found = score_judgments(JudgmentRequest([real_file], reparse=True))
+    found = score_judgments([real_file], reparse=True)
     again = {
         row.model: (row.turns[1], row.turns[2], row.mean.value) for row in found.rows if row.mean
     }
@@ -91,7 +91,7 @@ def test_ratings_in_the_texts_are_the_stored_ones(real_file: Path) -> None:
 def test_categories_and_differences(real_file: Path, shared_data: Path) -> None:
     questions = shared_data / "mt_bench" / "question.jsonl"
     baseline = "mamba_0_875_dpo_ep3"
-    found = score_judgments(JudgmentRequest([real_file], questions, baseline))
+    found = score_judgments([real_file], questions, baseline)
     categories = found.rows[0].categories
     # Ten questions a category: the mean of the eight is the whole.
     assert len(categories) == 8
@@ -120,7 +120,7 @@ def test_rerun_replaces_and_failures_are_no_numbers(tmp_path: Path) -> None:
         _row(3, 0),
         _row(4, 5, turn=2),
     )
-    found = score_judgments(JudgmentRequest([path]))
+    found = score_judgments([path])
     (row,) = found.rows
     assert found.replaced == 1
     # 9 replaced 3; -1, 80 and 0 are no ratings.
@@ -131,9 +131,9 @@ def test_rerun_replaces_and_failures_are_no_numbers(tmp_path: Path) -> None:
 def test_text_that_says_otherwise_is_counted(tmp_path: Path) -> None:
     wrong = _row(1, 3, judgment="[[3]] would be too harsh. Rating: [[7]]")
     path = _write(tmp_path / "a.jsonl", wrong, _row(2, 5, judgment="Rating: [[5]]"))
-    found = score_judgments(JudgmentRequest([path]))
+    found = score_judgments([path])
     assert found.differing == 1 and found.rows[0].turns == {1: 4.0}
-    assert score_judgments(JudgmentRequest([path], reparse=True)).rows[0].turns == {1: 6.0}
+    assert score_judgments([path], reparse=True).rows[0].turns == {1: 6.0}
 
 
 def test_judge_that_refused_everything_has_no_score(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_pairs_and_annotations_together(tmp_path: Path, capsys: Any) -> None:
     )
     annotations = tmp_path / "annotations.json"
     annotations.write_text(json.dumps([{"preference": 2}, {"preference": 1}]))
-    found = score_judgments(JudgmentRequest([games, annotations]))
+    found = score_judgments([games, annotations])
     assert [(p.model, p.rate.adjusted) for p in found.pairs if p.rate] == [("x", 0.75), ("y", 0.25)]
     assert found.annotations[0].win_rate == 0.5
     print_judgments(Console(), found)
@@ -171,22 +171,22 @@ def test_unknown_baseline_of_pairs_and_annotations_is_named(tmp_path: Path) -> N
     annotations = tmp_path / "annotations.json"
     annotations.write_text(json.dumps([{"preference": 2, "generator_1": "a", "generator_2": "b"}]))
     for files in ([games], [games, annotations], [annotations]):
-        known = score_judgments(JudgmentRequest(files)).as_json()
+        known = score_judgments(files).as_json()
         with pytest.raises(DataError, match="No judgment of the baseline 'zzz'"):
-            score_judgments(JudgmentRequest(files, baseline="zzz"))
+            score_judgments(files, baseline="zzz")
         name = known["pairwise"][0]["model"] if games in files else known["annotations"][0]["model"]
-        assert score_judgments(JudgmentRequest(files, baseline=name)).as_json() == known
+        assert score_judgments(files, baseline=name).as_json() == known
 
 
 def test_bad_input_is_named(tmp_path: Path, shared_data: Path) -> None:
     path = _write(tmp_path / "a.jsonl", _row(1, 5))
     with pytest.raises(MissingInputError, match=r"absent\.jsonl is not a file.*judgments"):
-        score_judgments(JudgmentRequest([tmp_path / "absent.jsonl"]))
+        score_judgments([tmp_path / "absent.jsonl"])
     with pytest.raises(DataError, match="No judgment of the baseline 'x'"):
-        score_judgments(JudgmentRequest([path], baseline="x"))
+        score_judgments([path], baseline="x")
     questions = shared_data / "mt_bench" / "question.jsonl"
     with pytest.raises(DataError, match=r"1 judged questions are not in .*\[1\]"):
-        score_judgments(JudgmentRequest([path], questions))
+        score_judgments([path], questions)
     path.write_text('{"question_id": 1}')
     result = CliRunner().invoke(app, ["score-judgments", str(path)])
     assert result.exit_code == 2
@@ -196,7 +196,7 @@ def test_command_loads_neither_torch_nor_prefect(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.jsonl", _row(1, 5))
     code = (
         "import sys; from flows.cli.score_judgments import *; from pathlib import Path; "
-        f"score_judgments(JudgmentRequest([Path({str(path)!r})])); "
+        f"score_judgments([Path({str(path)!r})]); "
         "print([m for m in ('torch', 'prefect', 'mlflow', 'transformers') if m in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

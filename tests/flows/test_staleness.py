@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from flows.promote import StaleArtifact, stale_artifacts
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 from tasks.tracking.mlflow import Tracker
 
 Start = Callable[..., str]

@@ -12,8 +12,8 @@ from flows.cli.main import app
 from flows.services.prefect_server import required_api_url
 from flows.services.records import SERVICES, ServiceRecord, directory_of, running_addresses
 from flows.services.up import _port, read_status, states
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError, ConfigError
-from tasks.pipeline_config import TrackingConfig
 from tasks.workspace import TRACKING_VARIABLE, Workspace
 
 RUNNER = CliRunner()

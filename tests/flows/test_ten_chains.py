@@ -18,7 +18,8 @@ from service_client import CHAIN, SERVICES, Services, wait_for
 from flows.outcomes import StageOutcome
 from flows.stages import STAGE_SPECS
 from tasks.config.loading import load_config
-from tasks.pipeline_config import STAGES, PipelineConfig, TrackingConfig
+from tasks.config.shared import STAGES, TrackingConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.tracking.mlflow import PIPELINE, connect
 from tasks.workspace import Workspace
@@ -46,8 +47,8 @@ ON_LASTING_CLUSTER = range(5, 10)
 def _upstream(stage: str) -> set[str]:
     """Return a stage and all stages that it depends on."""
     found = {stage}
-    for spec in STAGE_SPECS[stage].inputs.values():  # type: ignore[index]
-        found |= _upstream(spec.stage)
+    for spec in STAGE_SPECS[stage].inputs.values():
+        found |= _upstream(spec.name)
     return found
 
 
@@ -200,6 +201,6 @@ def _right_upstreams(services: Services, outcomes: list[dict[str, StageOutcome]]
             assert run_id is not None
             tags = tracker.read_run(run_id).tags
             for name, spec in STAGE_SPECS[stage].inputs.items():
-                assert tags[f"upstream.{name}.run_id"] == expected[spec.stage], (chain, stage, name)
+                assert tags[f"upstream.{name}.run_id"] == expected[spec.name], (chain, stage, name)
         nodes = lineage_tree(tracker, f"runs:/{expected['evaluate']}").walk()
         assert {node.stage: node.mlflow_run_id for node in nodes if node.stage} == expected

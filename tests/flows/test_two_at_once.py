@@ -16,8 +16,8 @@ from service_client import DirectHome
 
 from flows.outcomes import StageOutcome
 from tasks.artifacts import EvalReport, newest_artifact, read_manifest
+from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import WorkspaceError
-from tasks.pipeline_config import STAGES, TrackingConfig
 from tasks.tracking.lineage import lineage_tree
 from tasks.tracking.mlflow import PIPELINE, Tracker, connect
 from tasks.workspace import Workspace, process_name

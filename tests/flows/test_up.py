@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from service_client import CHAIN, FINAL, ROOT, SERVICES, Services, wait_for
 
-from tasks.pipeline_config import STAGES
+from tasks.config.shared import STAGES
 
 pytestmark = pytest.mark.endurance
 

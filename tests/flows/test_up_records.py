@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flows.services.records import ServiceRecord, read_record, worker
-from flows.services.up import UpRequest, _has_addresses, up
+from flows.services.up import _has_addresses, up
 from tasks.errors import ConfigError
 from tasks.workspace import Workspace
 
@@ -42,4 +42,4 @@ def test_one_port_for_both_servers_is_refused(
 ) -> None:
     monkeypatch.setenv("RLHF_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="Port 4311 is given to Prefect and to MLflow"):
-        up(UpRequest("demo", 4311, 4311))
+        up("demo", 4311, 4311)

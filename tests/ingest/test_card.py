@@ -10,7 +10,6 @@ from xml.etree import ElementTree
 import pytest
 
 from tasks.data.hh import Message, Pair
-from tasks.data.pairs import pair_to_row
 from tasks.data.schemas import PAIR_SCHEMA, to_table
 from tasks.ingest.card import Summary, draw_plots, quantile, render_card
 
@@ -20,6 +19,29 @@ SVG = "{http://www.w3.org/2000/svg}"
 def pair_of(number: int, chosen: str, rejected: str) -> Pair:
     name = f"{number}".ljust(20, "0")
     return Pair(name, name, "demo", (Message("user", "four"),), chosen, rejected, "f", number)
+
+
+def row_of(pair: Pair, split: str) -> dict[str, Any]:
+    return {
+        "pair_id": pair.pair_id,
+        "prompt_id": pair.prompt_id,
+        "group_id": pair.prompt_id,
+        "split": split,
+        "source": pair.subset,
+        "subset": pair.subset,
+        "prompt": [{"role": turn.role, "content": turn.content} for turn in pair.prompt],
+        "chosen": pair.chosen,
+        "rejected": pair.rejected,
+        "n_turns": len(pair.prompt) + 1,
+        "prompt_chars": sum(len(turn.content) for turn in pair.prompt),
+        "chosen_chars": len(pair.chosen),
+        "rejected_chars": len(pair.rejected),
+        "alternating": True,
+        "flags": [],
+        "source_file": pair.source_file,
+        "source_line": pair.source_line,
+        "row_number": pair.source_line,
+    }
 
 
 PAIRS = [pair_of(1, "xxx", "x"), pair_of(2, "x", "xx"), pair_of(3, "xy", "yx")]
@@ -34,7 +56,7 @@ def left_out(reason: str, line: int, detail: str, raw: str) -> dict[str, Any]:
 def summary(tmp_path: Path) -> Summary:
     made = Summary(tmp_path)
     for split, pairs in (("train", PAIRS[:2]), ("validation", PAIRS[2:])):
-        made.add_pairs(split, to_table([pair_to_row(pair, split) for pair in pairs], PAIR_SCHEMA))
+        made.add_pairs(split, to_table([row_of(pair, split) for pair in pairs], PAIR_SCHEMA))
     return made
 
 
@@ -51,7 +73,7 @@ def test_quantile_is_a_value_that_occurs() -> None:
 
 
 def test_distinct_prompts_are_counted_by_split(summary: Summary) -> None:
-    again = to_table([pair_to_row(PAIRS[0], "train")], PAIR_SCHEMA)
+    again = to_table([row_of(PAIRS[0], "train")], PAIR_SCHEMA)
     summary.add_pairs("train", again)
     assert summary.prompts() == {"train": 2, "validation": 1, "test": 0}
     assert summary.splits["train"] == 3

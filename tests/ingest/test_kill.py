@@ -120,9 +120,9 @@ KILLED = """
 import json, os, sys, traceback
 from pathlib import Path
 from tasks.artifacts import Draft
-from tasks.pipeline_config import IngestConfig
+from tasks.ingest.config import IngestConfig
 from tasks.context import StageContext
-from tasks.data.source import find_files, source_configs
+from tasks.data.source import find_files
 from tasks.ingest import sources as chunk_sources
 from tasks.ingest import stage
 from tasks.workspace import Workspace
@@ -139,7 +139,7 @@ def ingest(home, fields):
     ctx = StageContext(stage="ingest", fingerprint="f" * 64, workspace=Workspace(home),
                        checkpoint_dir=home / "checkpoints", artifacts_dir=home / "data",
                        draft=draft, log=Log())
-    files = [file for source in source_configs(cfg) for file in find_files(source)]
+    files = [file for source in cfg.all_sources for file in find_files(source)]
     stage.ingest_pairs(ctx, cfg, files)
 
 chunk_sources.CHUNK_BYTES = 2**17

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.artifacts import PreferenceDataset
+from tasks.config.shared import RenderingConfig
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import RendererMismatchError
 from tasks.ingest.parser import read_token_ids
-from tasks.pipeline_config import RenderingConfig
 
 Ingest = Callable[..., PreferenceDataset]
 LIMITS = {"max_prompt_tokens": 64, "max_response_tokens": 12}
@@ -43,7 +43,7 @@ def test_ids_are_the_renderers_and_limits_quarantine(
         chosen, _ = renderer.response_ids(pair.chosen)
         rejected, _ = renderer.response_ids(pair.rejected)
         assert found == (list(prompt), list(chosen), list(rejected))
-    left_out = pq.read_table(dataset.quarantine_path).to_pylist()
+    left_out = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     assert [(e["source_line"], e["reason"]) for e in left_out] == [
         (61, "too_long"),
         (62, "too_long"),
@@ -55,7 +55,7 @@ def test_responses_that_are_cut_to_the_same_ids_are_no_pair(
 ) -> None:
     cut = {**LIMITS, "truncate_response": True}
     dataset = ingest(source, tokens={"model_dir": str(model_dir), "rendering": cut})
-    left_out = pq.read_table(dataset.quarantine_path).to_pylist()
+    left_out = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     assert [(e["source_line"], e["reason"]) for e in left_out] == [
         (62, "identical_after_truncation")
     ]

@@ -14,7 +14,7 @@ import pytest
 from datasets import load_dataset
 
 from tasks.artifacts import PreferenceDataset
-from tasks.data.pairs import SPLITS
+from tasks.data.hh import SPLITS
 
 Ingest = Callable[..., PreferenceDataset]
 H, A = "\n\nHuman: ", "\n\nAssistant: "

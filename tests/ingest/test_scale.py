@@ -25,10 +25,10 @@ from tasks.errors import ClusterError, DataError, RlhfError
 from tasks.ingest import chunks as chunk_jobs
 from tasks.ingest import sources as chunk_sources
 from tasks.ingest.chunks import ChunkResult, ParseJob, ParseOptions, Span
+from tasks.ingest.config import IngestConfig
 from tasks.ingest.dataset import Assembly, DecisionFile, KeyFiles, Place, find_repeated
 from tasks.ingest.parser import ChunkParser
 from tasks.ingest.pool import parse_chunks
-from tasks.pipeline_config import IngestConfig
 
 Ingest = Callable[..., PreferenceDataset]
 H, A = "\n\nHuman: ", "\n\nAssistant: "
@@ -62,7 +62,7 @@ def test_the_number_of_processes_changes_no_byte(
     assert counts["quarantined_empty_response"] == 62 + 1
     assert counts["quarantined_duplicate"] == 49
     raw = large.read_bytes().splitlines()
-    for entry in pq.read_table(two.quarantine_path).to_pylist():
+    for entry in pq.read_table(two.path / "quarantine.parquet").to_pylist():
         assert entry["raw"].encode() == raw[entry["source_line"] - 1]
 
 
@@ -76,7 +76,7 @@ def test_chunk_size_and_packing_change_nothing_but_the_file_name(
         monkeypatch.setattr(chunk_sources, "CHUNK_BYTES", size)
         dataset = ingest(path, workers=2)
         table = pq.read_table(dataset.split_path("train")).drop_columns(["source_file"])
-        left_out = pq.read_table(dataset.quarantine_path).drop_columns(["source_file"])
+        left_out = pq.read_table(dataset.path / "quarantine.parquet").drop_columns(["source_file"])
         found.append((table, left_out))
     assert found[0][0].equals(found[1][0]) and found[0][0].equals(found[2][0])
     assert found[0][1].equals(found[1][1]) and found[0][1].equals(found[2][1])
@@ -289,7 +289,9 @@ def test_a_line_over_the_limit_is_refused_wherever_it_is(
 
 def test_quarantine_counts_are_those_of_the_file(ingest: Ingest, large: Path) -> None:
     dataset = ingest(large, workers=1)
-    reasons = Counter(pq.read_table(dataset.quarantine_path)["reason"].to_pylist())
+    reasons = Counter(pq.read_table(dataset.path / "quarantine.parquet")["reason"].to_pylist())
     counts = dataset.manifest.counts
     assert {name: counts[f"quarantined_{name}"] for name in reasons} == reasons
-    assert pa.types.is_large_string(pq.read_schema(dataset.quarantine_path).field("raw").type)
+    assert pa.types.is_large_string(
+        pq.read_schema(dataset.path / "quarantine.parquet").field("raw").type
+    )

@@ -15,16 +15,17 @@ import pytest
 from pydantic import ValidationError
 
 from tasks.artifacts import PreferenceDataset
-from tasks.data.hub import is_hub_id, resolve_revision, stream_rows
-from tasks.data.pairs import SPLITS, read_pairs
+from tasks.config.shared import SourceConfig
+from tasks.data.hh import SPLITS
+from tasks.data.pairs import read_pairs
 from tasks.data.quarantine import default_actions
-from tasks.data.source import InputFile, find_files
+from tasks.data.source import InputFile, find_files, is_hub_id, resolve_revision, stream_rows
 from tasks.errors import DataError, MissingInputError
 from tasks.ingest import sources as chunk_sources
 from tasks.ingest.chunks import ParseJob, ParseOptions, Span, pairs_file, read_spill
+from tasks.ingest.config import IngestConfig
 from tasks.ingest.parser import ChunkParser
 from tasks.ingest.stage import ingest_pairs
-from tasks.pipeline_config import IngestConfig, SourceConfig
 
 Ingest = Callable[..., PreferenceDataset]
 H, A = "\n\nHuman: ", "\n\nAssistant: "
@@ -60,7 +61,7 @@ def kept(dataset: PreferenceDataset) -> list[dict[str, Any]]:
 
 
 def left_out(dataset: PreferenceDataset) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = pq.read_table(dataset.quarantine_path).to_pylist()
+    found: list[dict[str, Any]] = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     return found
 
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from prefect.cache_policies import NO_CACHE
 
 from tasks.artifacts import PreferenceDataset
-from tasks.data.pairs import SPLITS, iter_pairs, read_pairs, split_of
+from tasks.data.hh import SPLITS, split_of
+from tasks.data.pairs import iter_pairs, read_pairs
 from tasks.data.source import InputFile
 from tasks.errors import ArtifactError, ConfigError, DataError, MissingInputError
+from tasks.ingest.config import IngestConfig
 from tasks.ingest.stage import ingest_pairs, ingest_pairs_task
-from tasks.pipeline_config import IngestConfig
 
 Ingest = Callable[..., PreferenceDataset]
 MakeContext = Callable[[], Any]
@@ -51,7 +52,7 @@ def test_real_file_is_ingested_with_the_right_counts(ingest: Ingest, shared_data
     assert (counts["quarantined_empty_response"], counts["quarantined_prompt_mismatch"]) == (4, 5)
     assert counts["quarantined_duplicate"] == counts["quarantined_label_conflict"] == 0
     assert sum(counts[split] for split in SPLITS) == 2303
-    by_line = pq.read_table(dataset.quarantine_path).to_pylist()
+    by_line = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     assert [entry["source_line"] for entry in by_line] == [
         87, 517, 926, 1104, 1255, 1689, 1951, 1953, 2037,
     ]  # fmt: skip
@@ -97,7 +98,7 @@ def test_repeated_pairs(ingest: Ingest, tmp_path: Path) -> None:
         row("question 7", "yes", "other"),  # 44: another pair of a known prompt
     ]
     dataset = ingest(write(tmp_path / "s.jsonl", lines))
-    entries = pq.read_table(dataset.quarantine_path).to_pylist()
+    entries = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     assert [(entry["source_line"], entry["reason"]) for entry in entries] == [
         (6, "label_conflict"),
         (41, "duplicate"),
@@ -209,7 +210,7 @@ fuzzed_lines = st.one_of(
 def test_accounts_close_on_any_mixture(ingest: Ingest, tmp_path: Path, lines: list[str]) -> None:
     dataset = ingest(write(tmp_path / "s.jsonl", [*GOOD_ROWS, *lines]), max_quarantine_share=1.0)
     counts = dataset.manifest.counts
-    left_out = pq.read_table(dataset.quarantine_path).to_pylist()
+    left_out = pq.read_table(dataset.path / "quarantine.parquet").to_pylist()
     assert counts["rows"] == 40 + sum(bool(line) for line in lines)
     assert counts["rows"] == counts["kept"] + counts["quarantined"]
     assert counts["kept"] == sum(len(read_pairs(dataset, split)) for split in SPLITS)

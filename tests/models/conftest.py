@@ -12,10 +12,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
+from tasks.config.shared import TinyModelConfig
 from tasks.demo.oracle import parse_transcript
 from tasks.demo.world import generate_pairs
 from tasks.models.loading import load_causal_lm
-from tasks.models.tiny import TinySpec, build_tiny_model
+from tasks.models.tiny import build_tiny_model
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -28,12 +29,14 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def spec() -> TinySpec:
-    return TinySpec(hidden_size=32, n_layers=2, n_heads=2, vocab_size=400)
+def spec() -> TinyModelConfig:
+    return TinyModelConfig(hidden_size=32, n_layers=2, n_heads=2, vocab_size=400)
 
 
 @pytest.fixture(scope="session")
-def tiny_dir(texts: list[str], spec: TinySpec, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_dir(
+    texts: list[str], spec: TinyModelConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A read-only tiny model."""
     return build_tiny_model(tmp_path_factory.mktemp("models") / "tiny", texts, spec, seed=1)
 

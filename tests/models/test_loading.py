@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForTokenClassification
 
+from tasks.data.rendering import load_tokenizer
 from tasks.errors import ModelError
-from tasks.models.loading import load_causal_lm, load_reward_model, load_student, load_tokenizer
+from tasks.models.loading import load_causal_lm, load_student
 
 _IDS = torch.tensor([[1, 4, 70, 71, 72, 2]])
 
@@ -26,7 +26,6 @@ def _edit_tensors(path: Path, edit: Callable[[dict[str, torch.Tensor]], object])
 def test_a_language_model_loads_in_evaluation_mode(tiny_dir: Path) -> None:
     model = load_causal_lm(tiny_dir)
     assert not model.training and model.dtype == torch.float32
-    assert load_causal_lm(tiny_dir, torch.bfloat16).dtype == torch.bfloat16
     assert load_tokenizer(tiny_dir).chat_template
 
 
@@ -52,34 +51,9 @@ def test_a_tensor_of_another_shape_is_an_error(tiny_copy: Path) -> None:
         load_causal_lm(tiny_copy)
 
 
-def test_a_reward_model_keeps_its_head(reward_model_dir: Path) -> None:
-    model = load_reward_model(reward_model_dir)
-    assert torch.equal(model.score.weight, torch.full((1, 32), 0.25))
-    assert torch.equal(model.score.bias, torch.tensor([-1.0]))
-    assert model(_IDS).logits.shape == (1, 6, 1)
-
-
-def test_a_language_model_is_no_reward_model(tiny_dir: Path) -> None:
-    with pytest.raises(ModelError, match="has no score head"):
-        load_reward_model(tiny_dir)
-
-
 def test_a_reward_model_is_no_language_model(reward_model_dir: Path) -> None:
     with pytest.raises(ModelError, match=r"2 surplus \(score\.bias, score\.weight\)"):
         load_causal_lm(reward_model_dir)
-
-
-def test_a_head_without_its_bias_is_an_error(reward_model_dir: Path) -> None:
-    _edit_tensors(reward_model_dir / "model.safetensors", lambda t: t.pop("score.bias"))
-    with pytest.raises(ModelError, match=r"1 missing \(score\.bias\)"):
-        load_reward_model(reward_model_dir)
-
-
-def test_a_head_with_two_labels_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
-    model = AutoModelForTokenClassification.from_pretrained(tiny_dir, num_labels=2)
-    model.save_pretrained(tmp_path / "two")
-    with pytest.raises(ModelError, match="does not load"):
-        load_reward_model(tmp_path / "two")
 
 
 def test_a_student_is_base_plus_adapter(
@@ -140,6 +114,6 @@ def test_a_missing_adapter_file_is_named(
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    for load in (load_causal_lm, load_reward_model, load_tokenizer):
+    for load in (load_causal_lm, load_tokenizer):
         with pytest.raises(ModelError, match="is not a directory"):
             load(tmp_path / "absent")

@@ -21,14 +21,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from flows.cli.doctor import package_model
+from tasks.config.shared import ModelConfig, RenderingConfig, TinyModelConfig
 from tasks.data.rendering import Renderer, load_tokenizer
 from tasks.errors import ConfigError, ModelError
 from tasks.models import packages
-from tasks.models.loading import load_causal_lm
+from tasks.models.loading import count_parameters, list_weight_files, load_causal_lm
 from tasks.models.packages import PACKAGES, PackagedModel, converted_dir, load_package
 from tasks.models.sources import ResolvedModel, resolve_model
-from tasks.models.tiny import END_OF_TURN, PAD, TinySpec
-from tasks.pipeline_config import ModelConfig
+from tasks.models.tiny import END_OF_TURN, PAD, count_tiny_parameters
 from tasks.workspace import Workspace
 
 SMOLLM = "package:smollm2-135m"
@@ -49,17 +49,17 @@ def _gguf_layout(weights: np.ndarray, n_heads: int) -> np.ndarray:
     return np.ascontiguousarray(paired.swapaxes(1, 2).reshape(weights.shape))
 
 
-def _write_gguf(file: Path, model_dir: Path, spec: TinySpec) -> None:
+def _write_gguf(file: Path, model_dir: Path, spec: TinyModelConfig) -> None:
     """Write the tiny model as the packages have theirs: wrong eos and pad, tied embeddings."""
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_block_count(spec.n_layers)
     writer.add_context_length(spec.max_position_embeddings)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_feed_forward_length(3 * spec.hidden_size)
     writer.add_head_count(spec.n_heads)
     writer.add_head_count_kv(spec.n_heads)
     writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_rope_freq_base(10_000.0)
     content = json.loads((model_dir / "tokenizer.json").read_text())
     tokens = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
     special = {token["content"] for token in content["added_tokens"]}
@@ -118,7 +118,7 @@ def empty_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny_wheel(
-    tiny_dir: Path, spec: TinySpec, tmp_path_factory: pytest.TempPathFactory
+    tiny_dir: Path, spec: TinyModelConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, PackagedModel]:
     """A wheel with the tiny model as GGUF, and its registry entry."""
     folder = tmp_path_factory.mktemp("tiny-wheel")
@@ -205,12 +205,12 @@ def test_a_wheel_without_the_member_is_refused(
 
 
 def test_the_converted_model_computes_what_the_original_does(
-    tiny_package: Path, tiny_dir: Path, spec: TinySpec, cache: Path
+    tiny_package: Path, tiny_dir: Path, spec: TinyModelConfig, cache: Path
 ) -> None:
     found = resolve_model("package:tiny-gguf", cache_dir=cache)
     assert found.path == converted_dir("tiny-gguf", cache)
-    assert (found.name, found.revision) == ("package:tiny-gguf", "1.0")
-    assert found.n_parameters == spec.n_parameters  # the tied head is not stored twice
+    # The tied head is not stored twice.
+    assert count_parameters(list_weight_files(found.path)) == count_tiny_parameters(spec)
     model, original = load_causal_lm(found.path), load_causal_lm(tiny_dir)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     ids = torch.arange(40)[None]
@@ -222,7 +222,8 @@ def test_the_special_tokens_are_corrected_everywhere(
 ) -> None:
     found = resolve_model("package:tiny-gguf", cache_dir=cache)
     # The file says eos 1 and pad 2; the tiny vocabulary has pad 0, bos 1, end of turn 2.
-    assert (found.end_of_turn_id, found.pad_token_id) == (2, 0)
+    renderer = Renderer.load(found.path, RenderingConfig())
+    assert (renderer.end_of_turn_id, renderer.pad_token_id) == (2, 0)
     tokenizer = load_tokenizer(found.path)
     assert (tokenizer.eos_token, tokenizer.pad_token) == (END_OF_TURN, PAD)
     assert tokenizer.chat_template == CHATML
@@ -340,8 +341,9 @@ def smollm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ResolvedModel]:
 def test_smollm2_is_whole(smollm: ResolvedModel) -> None:
     # 49152 x 576 embeddings, tied; 30 blocks of q and o 576 x 576, k and v 576 x 192, three of
     # 576 x 1536 and two norms; one norm: 28,311,552 + 30 * 3,540,096 + 576.
-    assert smollm.n_parameters == 134_515_008
-    assert (smollm.end_of_turn_id, smollm.pad_token_id) == (2, 0)
+    assert count_parameters(list_weight_files(smollm.path)) == 134_515_008
+    renderer = Renderer.load(smollm.path, RenderingConfig())
+    assert (renderer.end_of_turn_id, renderer.pad_token_id) == (2, 0)
     model = load_causal_lm(smollm.path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float32
@@ -361,14 +363,13 @@ def test_smollm2_answers_and_stops(smollm: ResolvedModel) -> None:
         assert torch.isfinite(model(**prompt).logits).all()
         ids = model.generate(**prompt, do_sample=False, max_new_tokens=40)[0]
     answer = ids[prompt["input_ids"].shape[1] :].tolist()
-    assert answer[-1] == smollm.end_of_turn_id and answer.count(smollm.end_of_turn_id) == 1
+    end = Renderer.load(smollm.path, RenderingConfig()).end_of_turn_id
+    assert answer[-1] == end and answer.count(end) == 1
     assert "Paris" in tokenizer.decode(answer)
 
 
 @pytest.mark.slow
 def test_smollm2_renders_single_digits(smollm: ResolvedModel) -> None:
-    from tasks.pipeline_config import RenderingConfig
-
     renderer = Renderer.load(smollm.path, RenderingConfig())
     ids, _ = renderer.response_ids("It was 1989  12")
     assert renderer.decode(ids) == "It was 1989  12"

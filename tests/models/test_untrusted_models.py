@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from tasks.data.rendering import load_tokenizer
 from tasks.errors import ModelError
-from tasks.models.loading import load_causal_lm, load_student, load_tokenizer
+from tasks.models.loading import load_causal_lm, load_student
 from tasks.models.sources import resolve_model
 
 

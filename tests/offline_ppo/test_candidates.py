@@ -14,21 +14,21 @@ import pytest
 import torch
 from torch import Tensor
 
+from tasks.config.shared import GenerationConfig, RenderingConfig, RuntimeConfig
 from tasks.data.columns import read_chunk
 from tasks.data.hh import Message
-from tasks.data.rendering import Renderer
+from tasks.data.rendering import Renderer, load_tokenizer
 from tasks.errors import DataError, TrainingError
-from tasks.models.loading import load_causal_lm, load_tokenizer
+from tasks.models.loading import load_causal_lm
 from tasks.offline_ppo import candidates as candidate_sampler
 from tasks.offline_ppo.candidates import (
     CandidateSampler,
     CandidateSet,
     CandidateSource,
     generate_candidates,
-    merge_candidates,
 )
 from tasks.offline_ppo.config import CandidatesConfig
-from tasks.pipeline_config import GenerationConfig, RenderingConfig, RuntimeConfig
+from tasks.offline_ppo.data import groups_with
 from tasks.runtime.generation import EndTokens
 from tasks.runtime.rows import Row
 
@@ -367,8 +367,13 @@ def _key_of(file: Path) -> str:
 def test_none_are_sampled_where_none_are_asked_for(source: MakeSource) -> None:
     found = generate_candidates(source(), CandidatesConfig(), [(1, 2)], seed=0)
     assert (found.rows, found.logprobs, found.group.tolist()) == ([], [], [])
-    merged = merge_candidates([Row((1,), (2,))], [[0]], found)
-    assert (merged.groups, merged.group_of.tolist()) == ([[0]], [0])
+
+
+def test_candidates_go_behind_the_stored_responses() -> None:
+    # Prompt 0 has the pairs of rows 0, 1 and 4, 5; prompt 1 that of 2, 3.
+    groups = [[0, 1, 4, 5], [2, 3]]
+    assert groups_with([0, 1, 1], groups, 6) == [[0, 1, 4, 5, 6], [2, 3, 7, 8]]
+    assert groups_with([], groups, 6) == groups == [[0, 1, 4, 5], [2, 3]]
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 5, 2), (9, 1, 9)])

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tasks.config.shared import RenderingConfig
 from tasks.offline_ppo.config import CandidatesConfig, check_candidates
-from tasks.pipeline_config import RenderingConfig
 
 
 @pytest.mark.parametrize(

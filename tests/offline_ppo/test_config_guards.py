@@ -1,42 +1,41 @@
-"""Configuration of the guards: what is refused at load, and what the defaults do."""
+"""Guards of the stage: what is refused at load, what the defaults do, how memory is lowered."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tasks.algorithms.guards import (
-    Action,
-    EnableGradientCheckpointing,
-    GrowBatch,
-    GuardEngine,
-    LowerTokenBudget,
-    Reanchor,
-    ResetSampler,
-    Rollback,
-    ScaleLearningRate,
-    Stop,
-    Warn,
-    merged_actions,
-)
-from tasks.offline_ppo.config import DEFAULT_RULES, GUARD_METRICS, GuardsConfig, default_rules
+from tasks.algorithms.guards import Actions, Firing, GuardEngine, merge_actions
+from tasks.config.loading import merge
+from tasks.errors import MemoryLimitError
+from tasks.offline_ppo.config import DEFAULT_RULES, GuardsConfig, OfflinePPOConfig
+from tasks.offline_ppo.loop import adopt_memory, guarded, lower_memory
 
 RULE: dict[str, Any] = {"name": "r", "when": "kl_probe > 0.1", "warn": True}
 
 
 def default_engine() -> GuardEngine:
-    return GuardEngine(default_rules(), max_rollbacks=GuardsConfig().max_rollbacks)
+    cfg = GuardsConfig()
+    return GuardEngine(cfg.to_rules(), max_rollbacks=cfg.max_rollbacks)
+
+
+def merged(firings: list[Firing]) -> Actions:
+    return merge_actions([firing.actions for firing in firings])
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"rules": [{**RULE, "when": "kl_probe >> 1"}]}, "rule 'r'.*'>' at position 11"),
-        ({"rules": [{**RULE, "when": "kl > 1"}]}, "'kl' at position 1.*metrics: chosen_logprob"),
-        ({"rules": [{**RULE, "when": "kl_probe > inf"}]}, "'inf' at position 12"),
-        ({"rules": [{**RULE, "when": "kl_probe > 1e400"}]}, "finite in double precision"),
+        ({"rules": [{**RULE, "when": "kl_probe >> 1"}]}, "rule 'r' has when 'kl_probe >> 1'"),
+        (
+            {"rules": [{**RULE, "when": "kl > 1"}]},
+            "rule 'r' watches 'kl'.*name one of chosen_logprob",
+        ),
+        ({"rules": [{**RULE, "when": "klprobe > 1"}]}, "perhaps kl_probe"),
+        ({"rules": [{**RULE, "when": "kl_probe > 1e400"}]}, "a number is finite"),
         ({"rules": [{**RULE, "warn": False}]}, "rule 'r' does nothing; set one of rollback"),
         ({"rules": [RULE, {**RULE, "stop": True}]}, "several rules are named r"),
         ({"rules": [{**RULE, "name": "A b"}]}, "name"),
@@ -57,36 +56,39 @@ def test_what_cannot_work_is_refused_at_load(values: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(
-    ("fields", "action"),
+    ("fields", "actions"),
     [
-        ({"rollback": "good"}, Rollback("good")),
-        ({"rollback": "start"}, Rollback("start")),
+        ({"rollback": "good"}, Actions("good")),
         (
             {"learning_rate_scale": 0.5, "min_learning_rate_share": 0.1},
-            ScaleLearningRate(0.5, 0.1),
+            Actions(learning_rate_scale=0.5, min_learning_rate_share=0.1),
         ),
-        ({"batch_scale": 2.0, "max_batch_prompts": 96}, GrowBatch(2.0, 96)),
+        (
+            {"batch_scale": 2.0, "max_batch_prompts": 96},
+            Actions(batch_scale=2.0, max_batch_prompts=96),
+        ),
         (
             {"token_budget_scale": 0.5, "min_tokens_per_micro_batch": 640},
-            LowerTokenBudget(0.5, 640),
+            Actions(token_budget_scale=0.5, min_tokens_per_micro_batch=640),
         ),
-        ({"gradient_checkpointing": True}, EnableGradientCheckpointing()),
-        ({"reanchor": True}, Reanchor()),
-        ({"reset_sampler": True}, ResetSampler()),
-        ({"stop": True}, Stop()),
-        ({"warn": True}, Warn()),
+        ({"gradient_checkpointing": True}, Actions(gradient_checkpointing=True)),
+        ({"reanchor": True}, Actions(reanchor=True)),
+        ({"reset_sampler": True}, Actions(reset_sampler=True)),
+        ({"rollback": "start", "stop": True}, Actions("start", stop=True)),
+        # A bound without its scale asks for nothing.
+        ({"warn": True, "max_batch_prompts": 1}, Actions(warn=True)),
     ],
 )
-def test_each_field_is_one_action(fields: dict[str, Any], action: Action) -> None:
+def test_each_field_asks_for_itself_alone(fields: dict[str, Any], actions: Actions) -> None:
     rules = [{"name": "r", "when": "kl_probe > 0.1", **fields}]
-    assert GuardsConfig.model_validate({"rules": rules}).to_rules()[0].actions == (action,)
+    assert GuardsConfig.model_validate({"rules": rules}).to_rules()[0].actions == actions
 
 
 def test_thresholds_are_changed_and_rules_turned_off_by_name() -> None:
-    cfg = GuardsConfig(thresholds={"probe_kl": 0.4, "reward_variance": None})
+    cfg = GuardsConfig(thresholds={"probe_kl": 0.4, "entropy_jump": None})
     rules = {rule.name: rule for rule in cfg.to_rules()}
     assert str(rules["probe_kl"].condition) == "kl_probe > 0.4"
-    assert "reward_variance" not in rules
+    assert "entropy_jump" not in rules
     assert len(rules) == len(DEFAULT_RULES) - 1
     assert GuardsConfig(enabled=False).to_rules() == ()
 
@@ -97,9 +99,40 @@ def test_json_round_trip_and_a_schema_without_a_discriminator() -> None:
     assert "discriminator" not in str(GuardsConfig.model_json_schema())
 
 
-def test_every_metric_of_the_defaults_is_reported() -> None:
-    engine = default_engine()
-    assert set(engine.unobserved_metrics) <= GUARD_METRICS
+@pytest.mark.parametrize(
+    ("metric", "changes", "need"),
+    [
+        ("explained_variance", {}, "advantage.estimator gae"),
+        ("explained_variance", {"advantage": {"estimator": "gae"}}, None),
+        ("ess_share", {"policy_loss": "topr"}, "policy_loss ppo"),
+        ("live_gradient_share", {"policy_loss": "topr"}, None),
+        ("live_gradient_share", {"policy_loss": "dpo"}, "other than dpo"),
+        ("entropy", {}, "loss.entropy_coef above 0"),
+        ("entropy", {"loss": {"entropy_coef": 0.01}}, None),
+        ("probe_win_rate", {"reward": {"components": {"labels": 1.0}}}, "beside labels"),
+        ("probe_entropy", {"reward": {"components": {"labels": 1.0}}}, None),
+    ],
+)
+def test_a_rule_on_what_the_run_never_reports_is_refused(
+    metric: str, changes: dict[str, Any], need: str | None
+) -> None:
+    own = {"guards": {"rules": [{"name": "mine", "when": f"{metric} > 1", "warn": True}]}}
+    values = merge(own, changes)
+    if need is None:
+        assert not OfflinePPOConfig.model_validate(values).sleeping_rules
+        return
+    with pytest.raises(ValidationError, match=f"mine watches {metric}, which needs .*{need}"):
+        OfflinePPOConfig.model_validate(values)
+    for off in ({"thresholds": {"mine": None}}, {"enabled": False}):
+        assert OfflinePPOConfig.model_validate(merge(values, {"guards": off}))
+
+
+def test_a_default_that_sleeps_is_known_before_training() -> None:
+    assert not OfflinePPOConfig().sleeping_rules
+    cfg = OfflinePPOConfig(policy_loss="topr")
+    assert list(cfg.sleeping_rules.values()) == [
+        "effective_samples watches ess_share, which needs policy_loss ppo"
+    ]
 
 
 def test_the_defaults_let_a_healthy_run_pass() -> None:
@@ -111,7 +144,6 @@ def test_the_defaults_let_a_healthy_run_pass() -> None:
             "probe_win_rate": 0.5 + 0.04 * probe,
             "probe_length_tokens": 10.0 + 0.4 * probe,  # at most 13.6: 0.36 above the start
             "held_out_accuracy_upper": 0.55 + 0.02 * probe,
-            "reward_variance": 0.25,
             "probe_entropy": 2.0 - 0.1 * probe,
             "ess_share": 0.8 - 0.05 * probe,  # at least 0.35
         }
@@ -122,20 +154,22 @@ def test_the_defaults_let_a_healthy_run_pass() -> None:
 @pytest.mark.parametrize(
     ("metric", "good", "bad", "expected"),
     [
-        ("kl_probe", 0.09, 0.11, (Rollback("good"), ScaleLearningRate(0.5, 0.01))),
-        ("reward_variance", 0.29, 0.31, (GrowBatch(2.0, 128),)),
-        ("ess_share", 0.31, 0.29, (Reanchor(),)),
+        (
+            "kl_probe",
+            0.09,
+            0.11,
+            Actions("good", learning_rate_scale=0.5, min_learning_rate_share=0.01),
+        ),
+        ("ess_share", 0.31, 0.29, Actions(reanchor=True)),
         # |3.1 - 2| / 2 = 0.55
-        ("probe_entropy", 2.0, 3.1, (ResetSampler(),)),
+        ("probe_entropy", 2.0, 3.1, Actions(reset_sampler=True)),
     ],
 )
-def test_what_each_default_does(
-    metric: str, good: float, bad: float, expected: tuple[Action, ...]
-) -> None:
+def test_what_each_default_does(metric: str, good: float, bad: float, expected: Actions) -> None:
     engine = default_engine()
     for step in range(8):
         assert engine.observe(step, {metric: good}) == []
-    assert merged_actions(engine.observe(8, {metric: bad})) == expected
+    assert merged(engine.observe(8, {metric: bad})) == expected
     # twenty steps of silence
     assert all(engine.observe(step, {metric: bad}) == [] for step in range(9, 28))
 
@@ -146,11 +180,7 @@ def test_a_win_rate_that_stays_down_goes_back_to_the_best() -> None:
     # down 0.06 from the best: once may be noise
     assert engine.observe(10, {"probe_win_rate": 0.64}) == []
     firings = engine.observe(20, {"probe_win_rate": 0.64})
-    assert merged_actions(firings) == (Rollback("best"),)
-
-
-def kinds(actions: tuple[Action, ...]) -> list[str]:
-    return [action.kind for action in actions]
+    assert merged(firings) == Actions("best")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +194,7 @@ def kinds(actions: tuple[Action, ...]) -> list[str]:
 )
 def test_a_poisoned_reward_is_refused_before_training(agreement: float, stops: bool) -> None:
     firings = default_engine().observe(0, {"reward_agrees_with_label_upper": agreement})
-    assert kinds(merged_actions(firings)) == (["stop"] if stops else [])
+    assert merged(firings).stop == stops
 
 
 @pytest.mark.parametrize(
@@ -182,6 +212,38 @@ def test_poison_is_seen_although_the_reward_says_that_all_is_well(
     engine = default_engine()
     assert engine.observe(0, {**start, "probe_win_rate": 0.5, "kl_probe": 0.0}) == []
     firings = engine.observe(10, {**poisoned, "probe_win_rate": 0.8, "kl_probe": 0.05})
-    back, stop = merged_actions(firings)
-    assert back == Rollback(target)  # type: ignore[arg-type]
-    assert isinstance(stop, Stop) and next(iter(poisoned)).removesuffix("_upper") in stop.reason
+    actions = merged(firings)
+    assert actions.rollback == target and actions.stop
+    assert next(iter(poisoned)).removesuffix("_upper") in actions.reason
+
+
+def test_rules_see_metrics_by_their_own_names() -> None:
+    metrics = {"live_gradient": 0.25, "ess_share": 0.5, "learning_rate": 1.0}
+    assert guarded(metrics) == {"live_gradient_share": 0.25, "ess_share": 0.5}
+
+
+def _loop() -> Any:
+    cfg = OfflinePPOConfig()
+    session = SimpleNamespace(runtime=cfg.runtime)
+    session.rebuild = lambda runtime: setattr(session, "runtime", runtime)
+    log = SimpleNamespace(event=lambda name, message: None)
+    return SimpleNamespace(cfg=cfg, session=session, log=log, lowered=None)
+
+
+def test_memory_that_ran_out_again_is_not_raised_by_the_checkpoint_between() -> None:
+    loop, error = _loop(), MemoryLimitError("rank 0 ran out of memory")
+    tokens = loop.session.runtime.tokens_per_micro_batch
+    lower_memory(loop, error)
+    checkpoint = loop.lowered
+    assert checkpoint == {
+        "tokens_per_micro_batch": tokens // 2,
+        "gradient_checkpointing": loop.cfg.runtime.gradient_checkpointing,
+    }
+    lower_memory(loop, error)
+    assert not adopt_memory(loop, checkpoint)
+    assert loop.session.runtime.tokens_per_micro_batch == tokens // 4
+    # Another process knows no better than the checkpoint.
+    later = _loop()
+    assert adopt_memory(later, checkpoint) and not adopt_memory(later, checkpoint)
+    assert later.session.runtime.tokens_per_micro_batch == tokens // 2
+    assert not adopt_memory(_loop(), None)

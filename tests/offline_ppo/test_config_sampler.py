@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from tasks.algorithms.data_filters import FilterRules
-from tasks.algorithms.importance import TauTarget
+from tasks.algorithms.importance import adapt_tau
 from tasks.algorithms.samplers import Priorities
 from tasks.config.shared import Section
 from tasks.offline_ppo.config import (
@@ -64,10 +65,8 @@ def test_defaults_change_nothing() -> None:
     assert (sampler.stratify, sampler.priority, sampler.subset_weights) == (False, "none", {})
     assert filters.sequence.mode == "off"
     assert ControlVariateConfig().kind == "none"
-    rules = FilterRules(
-        filters.min_margin_quantile, filters.max_length_quantile, frozenset(filters.drop_flags)
-    )
-    assert rules == FilterRules()
+    assert (filters.min_margin_quantile, filters.max_length_quantile) == (0.0, 1.0)
+    assert filters.drop_flags == ()
 
 
 def test_what_the_configuration_allows_the_algorithms_accept() -> None:
@@ -83,11 +82,14 @@ def test_what_the_configuration_allows_the_algorithms_accept() -> None:
     threshold = SequenceThresholdConfig(
         mode="adaptive", tau_min=1.0, tau_max=1e8, target_keep_share=1.0
     )
-    TauTarget(
-        threshold.tau_min,
-        threshold.tau_max,
-        threshold.target_ess_share,
-        threshold.target_keep_share,
+    tau = adapt_tau(
+        torch.tensor([-0.5, 0.1]),
+        torch.ones(2),
+        tau_min=threshold.tau_min,
+        tau_max=threshold.tau_max,
+        ess_share=threshold.target_ess_share,
+        keep_share=threshold.target_keep_share,
     )
+    assert math.log(tau) == pytest.approx(0.5)
     again = SequenceThresholdConfig.model_validate(threshold.model_dump(mode="json"))
     assert again == threshold

@@ -23,7 +23,7 @@ from tasks.config.loading import load_config, merge
 from tasks.errors import TrainingError, WorkerLostError
 from tasks.models.loading import load_causal_lm
 from tasks.offline_ppo import loop as ppo_loop
-from tasks.pipeline_config import OfflinePPOConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.runtime.session import Session
 
 pytestmark = pytest.mark.slow
@@ -193,7 +193,6 @@ BY_CONDUCT = {
         "reward_against_labels": None,
         "probe_kl": None,
         "probe_win_rate": None,
-        "reward_variance": None,
         "entropy_jump": None,
         "effective_samples": None,
     }

@@ -12,9 +12,9 @@ import torch
 
 from tasks.data.hh import Message, Pair
 from tasks.errors import MissingInputError, RewardError
+from tasks.offline_ppo.config import RewardConfig
 from tasks.offline_ppo.reward_process import RewardFunction
 from tasks.offline_ppo.rewards import both_sides, normalize_component, rewards_of
-from tasks.pipeline_config import RewardConfig
 
 GROUPS = torch.tensor([0, 0, 1, 1])
 SCORES = torch.tensor([1.0, 3.0, 5.0, 23.0])

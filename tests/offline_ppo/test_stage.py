@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import response_logprobs
+from policy_runs import tags_of
 
 from flows.ingest import ingest
 from flows.offline_ppo import train_offline_ppo
@@ -21,9 +23,10 @@ from tasks.artifacts import (
     load_artifact,
 )
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import TrackingConfig
 from tasks.data.columns import TokenColumns, read_token_columns
-from tasks.data.hh import Pair
-from tasks.data.pairs import SPLITS, read_pairs
+from tasks.data.hh import SPLITS, Pair
+from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer
 from tasks.errors import (
     ConfigError,
@@ -33,8 +36,8 @@ from tasks.errors import (
     RewardError,
     TrainingError,
 )
-from tasks.models.loading import load_causal_lm, response_logprobs
-from tasks.pipeline_config import OfflinePPOConfig, TrackingConfig
+from tasks.models.loading import load_causal_lm
+from tasks.offline_ppo.config import GUARD_METRICS, OfflinePPOConfig
 from tasks.tracking.mlflow import connect
 from tasks.workspace import Workspace
 
@@ -424,3 +427,22 @@ def test_without_held_out_prompts_nothing_is_probed(train: Any, policy: PolicyCh
     # Probes and reports look on; they change nothing.
     weights = [(p.model_dir / "model.safetensors").read_bytes() for p in (silent, policy)]
     assert weights[0] == weights[1]
+
+
+def test_every_metric_that_rules_may_name_is_reported(train: Any) -> None:
+    """A rule on a renamed metric would sleep."""
+    policy = train(
+        steps=8,
+        advantage={"estimator": "gae"},
+        critic={"force": True},
+        loss={"entropy_coef": 0.01},
+        guards={
+            "rules": [
+                {"name": f"r{place}", "when": f"{metric} > 1e9", "warn": True}
+                for place, metric in enumerate(GUARD_METRICS)
+            ]
+        },
+    )
+    assert "event.guards_asleep" not in tags_of(policy)
+    silent = train(policy_loss="topr")
+    assert tags_of(silent)["event.guards_asleep"].startswith("effective_samples watches ess_share")

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from model_helpers import load_reward_model
 from safetensors.torch import load_file, save_file
 
 from flows.reward_model import train_reward_model
@@ -20,8 +21,8 @@ from tasks.config.loading import load_config, merge
 from tasks.data.pairs import fold_of, read_pairs
 from tasks.data.rendering import Renderer, render_pairs
 from tasks.errors import DataError, ModelError
-from tasks.models.loading import load_adapted_reward_model, load_causal_lm, load_reward_model
-from tasks.pipeline_config import RewardModelConfig
+from tasks.models.loading import load_adapted_reward_model, load_causal_lm
+from tasks.reward_model.config import RewardModelConfig
 from tasks.runtime.rows import response_rows
 
 pytestmark = pytest.mark.slow
@@ -172,7 +173,7 @@ def _events(found: RewardModelCheckpoint) -> list[tuple[str, str]]:
 
     from mlflow import MlflowClient
 
-    from tasks.pipeline_config import TrackingConfig
+    from tasks.config.shared import TrackingConfig
     from tasks.tracking.mlflow import connect
     from tasks.workspace import Workspace
 

@@ -80,12 +80,12 @@ def test_overall_figures_by_hand() -> None:
 def test_spread_of_the_scores_by_hand() -> None:
     chosen = reward_report(VALIDATION, TEST).overall.chosen
     # 2, 4, 0, -2: mean 1, squared deviations 1 + 9 + 1 + 9 over 3.
-    assert (chosen.mean, chosen.std) == pytest.approx((1.0, math.sqrt(20 / 3)))
-    assert (chosen.minimum, chosen.maximum) == (-2.0, 4.0)
+    assert (chosen["mean"], chosen["std"]) == pytest.approx((1.0, math.sqrt(20 / 3)))
+    assert (chosen["minimum"], chosen["maximum"]) == (-2.0, 4.0)
     # Sorted -2, 0, 2, 4; p25 is at place 0.75: -2 + 0.75 * 2; p95 at 2.85: 2 + 0.85 * 2.
-    assert chosen.quantiles["p25"] == pytest.approx(-0.5)
-    assert chosen.quantiles["p50"] == pytest.approx(1.0)
-    assert chosen.quantiles["p95"] == pytest.approx(3.7)
+    assert chosen["quantiles"]["p25"] == pytest.approx(-0.5)
+    assert chosen["quantiles"]["p50"] == pytest.approx(1.0)
+    assert chosen["quantiles"]["p95"] == pytest.approx(3.7)
 
 
 def test_subsets_and_metrics() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import load_reward_model
 from safetensors.torch import load_file, save_file
 
 from flows.reward_model import train_reward_model
@@ -22,19 +23,13 @@ from tasks.artifacts import (
     load_artifact,
 )
 from tasks.config.loading import load_config
+from tasks.config.shared import ModelConfig, OptimizerConfig, RenderingConfig
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import Renderer, render_pairs
 from tasks.errors import RendererMismatchError, RewardError
-from tasks.models.loading import load_reward_model
-from tasks.pipeline_config import (
-    HeldOutConfig,
-    ModelConfig,
-    OptimizerConfig,
-    PairLossConfig,
-    RenderingConfig,
-    SftConfig,
-)
+from tasks.reward_model.config import HeldOutConfig, PairLossConfig
 from tasks.runtime.rows import response_rows
+from tasks.sft.config import SftConfig
 
 CHAIN = load_config(Path(__file__).parents[1] / "small_chain.yaml")
 REUSE = RunOptions(reuse=True)

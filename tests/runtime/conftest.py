@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.algorithms.policy_losses import ClipRange
-from tasks.algorithms.reward_losses import PairRegularization
-from tasks.models.loading import load_tokenizer
-from tasks.pipeline_config import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.config.shared import LoraConfig, OptimizerConfig, RuntimeConfig
+from tasks.data.rendering import load_tokenizer
+from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
+from tasks.offline_ppo.step import actor_loss
 from tasks.runtime.logits_hooks import FLAG, StudentLoss
 from tasks.runtime.rows import Batch, RoleSpec, Row
 from tasks.runtime.session import worker_environment
@@ -240,8 +240,6 @@ def _teacher(rows: list[Row], tau: float) -> dict[str, list[Tensor]]:
 def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
     """One step of each kind by name."""
     from tasks.runtime import verl_losses as losses
-    from tasks.runtime import verl_losses as policy_losses
-    from tasks.runtime.verl_losses import ActorTerms, LikelihoodRule
 
     def spec(kind: Any, lora: LoraConfig | None = None) -> RoleSpec:
         return RoleSpec(ROLE, kind, str(tiny_dir), 5, 4, OPTIMIZER, lora)
@@ -259,31 +257,31 @@ def scenarios(rows: list[Row], tiny_dir: Path) -> Scenarios:
         "bradley-terry": Scenario(
             value,
             Batch(rows, group_size=2),
-            partial(losses.pairwise_loss, PairRegularization(0.0, 0.1)),
+            partial(losses.pairwise_loss, label_smoothing=0.0, center_coef=0.1),
             partial(_plain_pairs, rows, 0.1),
         ),
         "ppo": Scenario(
             language,
             ppo,
-            partial(policy_losses.policy_loss, ClipRange(0.2, 0.2, 3.0), ActorTerms()),
+            actor_loss(OfflinePPOConfig()),
             partial(_plain_ppo, ppo),
         ),
         "topr": Scenario(
             language,
             topr,
-            partial(policy_losses.likelihood_loss, LikelihoodRule("topr"), ActorTerms(kl_coef=0.2)),
+            actor_loss(OfflinePPOConfig(policy_loss="topr", loss=PolicyLossConfig(kl_coef=0.2))),
             partial(_plain_topr, topr, 0.2),
         ),
         "dpo": Scenario(
             language,
             dpo,
-            partial(policy_losses.preference_loss, 0.4, 0.0, ActorTerms()),
+            actor_loss(OfflinePPOConfig(policy_loss="dpo", loss=PolicyLossConfig(dpo_beta=0.4))),
             partial(_plain_dpo, dpo, 0.4),
         ),
         "critic": Scenario(
             value,
             critic,
-            partial(policy_losses.critic_loss, 0.2, "token-mean"),
+            partial(losses.critic_loss, clip_range=0.2, mode="token-mean"),
             partial(_plain_critic, critic),
         ),
         "distillation": Scenario(

@@ -13,8 +13,8 @@ from ray.cluster_utils import Cluster
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 
+from tasks.config.shared import RuntimeConfig
 from tasks.errors import ClusterError
-from tasks.pipeline_config import RuntimeConfig
 from tasks.runtime import session as cluster
 from tasks.runtime import session as worker_group
 from tasks.runtime import verl_host

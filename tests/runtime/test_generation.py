@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasks.config.shared import GenerationConfig
 from tasks.errors import DataError
 from tasks.models.loading import load_causal_lm
-from tasks.pipeline_config import GenerationConfig
 from tasks.runtime.generation import EndTokens, TransformersGenerator
 from tasks.runtime.rows import Row
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tasks.algorithms.masking import Totals
-from tasks.algorithms.policy_losses import ClipRange, PolicyBatch, decoupled_ppo_loss, kl_loss
-from tasks.offline_ppo.batches import Minibatch
-from tasks.offline_ppo.step import StepState, prepare_step
-from tasks.pipeline_config import OfflinePPOConfig
-from tasks.runtime.rows import Row, Trajectories, mask_of, pad
+from tasks.algorithms.policy_losses import decoupled_ppo_loss, kl_loss
+from tasks.offline_ppo.batches import Drawn, Minibatch
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.offline_ppo.step import prepare_step
+from tasks.runtime.rows import Row, Trajectories, pad
 
 KL_IN_REWARD, KL_LOSS, CAP, CLIP, DUAL = 0.05, 0.3, 1.7, 0.2, 3.0
 
@@ -39,9 +39,10 @@ def _batch(seed: int) -> tuple[Trajectories, Minibatch, Tensor]:
         behavior_logprobs=mu,
         ref_logprobs=noisy(mu, 0.3),
     )
-    mask = mask_of(rows)
-    batch = Minibatch(list(range(12)), torch.ones(12), rows, mask, _torn(pad(proximal), mask), None)
-    return data, batch, _torn(pad(noisy(proximal, 0.5)), mask)
+    batch = Minibatch.of(data, Drawn(list(range(12)), [1.0] * 12), proximal, None)
+    torn = _torn(batch.proximal_logprobs, batch.mask)
+    now = _torn(pad(noisy(proximal, 0.5)), batch.mask)
+    return data, dataclasses.replace(batch, proximal_logprobs=torn), now
 
 
 def _torn(values: Tensor, mask: Tensor) -> Tensor:
@@ -58,14 +59,30 @@ def _config(level: str, estimator: str) -> OfflinePPOConfig:
     )
 
 
+def _prepared(cfg: OfflinePPOConfig, batch: Minibatch) -> tuple[Tensor, Tensor]:
+    """Return the advantages and weights of a step."""
+    found, _, _ = prepare_step(cfg, batch, KL_IN_REWARD, None)
+    assert found.advantages is not None and found.weights is not None
+    return found.advantages, found.weights
+
+
 def _project(cfg: OfflinePPOConfig, seed: int) -> tuple[float, Tensor]:
     """Return loss and gradient as the stage computes them."""
     data, batch, now = _batch(seed)
     logprobs = now.clone().requires_grad_(True)
-    inputs = prepare_step(cfg, data, batch, StepState(KL_IN_REWARD))
-    frozen = PolicyBatch(batch.proximal_logprobs, inputs.advantages, inputs.weights, batch.mask)
+    advantages, weights = _prepared(cfg, batch)
     totals = Totals(float(batch.mask.sum()), float(len(batch.rows)))
-    loss, _ = decoupled_ppo_loss(logprobs, frozen, totals=totals, clip=ClipRange(CLIP, CLIP, DUAL))
+    loss, _ = decoupled_ppo_loss(
+        logprobs,
+        batch.proximal_logprobs,
+        advantages,
+        weights,
+        batch.mask,
+        clip_low=CLIP,
+        clip_high=CLIP,
+        dual_clip=DUAL,
+        totals=totals,
+    )
     ref = pad(data.ref_logprobs)
     term, _ = kl_loss(logprobs, ref, batch.mask, kind="k2", coef=KL_LOSS, totals=totals)
     (loss + term).backward()
@@ -137,9 +154,8 @@ def test_the_whole_path_equals_plain_fp64(level: str, estimator: str, seed: int)
 
 def test_the_parts_of_the_path_that_clip_are_met() -> None:
     """Guard the test above: its batches must reach the caps and both clips."""
-    data, batch, now = _batch(0)
-    inputs = prepare_step(_config("sequence", "group"), data, batch, StepState(KL_IN_REWARD))
-    weights = inputs.weights[batch.mask]
+    _, batch, now = _batch(0)
+    weights = _prepared(_config("sequence", "group"), batch)[1][batch.mask]
     assert bool((weights == 1.0).any()) and float(weights.max()) == pytest.approx(CAP)
     rho = torch.exp(now - batch.proximal_logprobs)[batch.mask]
     assert float(rho.min()) < 1 - CLIP and float(rho.max()) > 1 + CLIP
@@ -147,11 +163,15 @@ def test_the_parts_of_the_path_that_clip_are_met() -> None:
 
 def test_numbers_under_the_mask_never_matter() -> None:
     cfg = _config("sequence", "group")
-    data, batch, _ = _batch(1)
+    _, batch, _ = _batch(1)
     other = dataclasses.replace(
         batch, proximal_logprobs=torch.where(batch.mask, batch.proximal_logprobs, 77.0)
     )
-    found = [prepare_step(cfg, data, b, StepState(KL_IN_REWARD)) for b in (batch, other)]
-    assert torch.equal(found[0].advantages, found[1].advantages)
-    assert torch.equal(found[0].weights, found[1].weights)
-    assert found[0].report == found[1].report
+    (first, report, _), (second, same, _) = (
+        prepare_step(cfg, b, KL_IN_REWARD, None) for b in (batch, other)
+    )
+    assert first.advantages is not None and second.advantages is not None
+    assert first.weights is not None and second.weights is not None
+    assert torch.equal(first.advantages, second.advantages)
+    assert torch.equal(first.weights, second.weights)
+    assert report == same

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tasks.pipeline_config import STAGES, PipelineConfig, RuntimeConfig, identity_fields
+from tasks.config.shared import STAGES, RuntimeConfig, identity_fields
+from tasks.pipeline_config import PipelineConfig
 from tasks.runtime.placement import (
     Node,
     _that_fit,

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tasks.algorithms.packed_rows import MergeLimit
-from tasks.pipeline_config import RuntimeConfig
+from tasks.config.shared import RuntimeConfig
 from tasks.runtime.micro_batches import (
     FLEX_ATTENTION,
     PACKED_TOKENS,

@@ -15,15 +15,16 @@ import pytest
 from policy_runs import before_windows, fail_at, tags_of, weights_of
 
 from flows.cli.doctor import examine
-from flows.inputs import check_inputs
 from flows.offline_ppo import train_offline_ppo
 from flows.reward_model import train_reward_model
-from flows.stages import RunOptions
+from flows.stages import RunOptions, check_inputs
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.config.loading import load_config, merge
+from tasks.config.shared import RuntimeConfig
 from tasks.errors import ClusterError
 from tasks.offline_ppo import loop as ppo_loop
-from tasks.pipeline_config import OfflinePPOConfig, PipelineConfig, RuntimeConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
+from tasks.pipeline_config import PipelineConfig
 from tasks.runtime import session
 from tasks.runtime.placement import release, reserve
 from tasks.runtime.rows import ACTOR, CRITIC, HostSpec

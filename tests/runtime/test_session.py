@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from tasks.pipeline_config import RuntimeConfig
+from tasks.config.shared import RuntimeConfig
 from tasks.runtime.rows import Batch, HostSpec, Row, plan_calls, reduce_metrics, to_tensordict
 
 ROWS = [Row((1, 2), (3, 4, 5)), Row((6,), (7,))]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.algorithms.policy_losses import ClipRange
+from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
+from tasks.offline_ppo.step import actor_loss
 from tasks.runtime.logits_hooks import TopKReader
 from tasks.runtime.rows import Batch, RoleSpec, Row
 
@@ -40,17 +41,14 @@ ROWS = [_row(i, *sizes) for i, sizes in enumerate(SIZES)]
 def _batches() -> dict[str, tuple[str, Batch, Any]]:
     """Return a role's kind, a batch of prompts with one to three responses, and a loss, by name."""
     from tasks.runtime import verl_losses as losses
-    from tasks.runtime import verl_losses as policy_losses
-    from tasks.runtime.verl_losses import ActorTerms
 
     generator = torch.Generator().manual_seed(6)
     noise = [torch.randn(len(row.response_ids), generator=generator) for row in ROWS]
     critic = Batch(ROWS, {"old_values": noise, "returns": [3.0 * x.flip(0) for x in noise]})
     ppo = {"proximal_logprobs": [x - 5.0 for x in noise], "advantages": noise}
     columns = ppo | {"weights": [x.abs() for x in noise]}
-    clip = partial(
-        policy_losses.policy_loss, ClipRange(0.2, 0.2, 3.0), ActorTerms(entropy_coef=0.1)
-    )
+    clip = actor_loss(OfflinePPOConfig(loss=PolicyLossConfig(entropy_coef=0.1)))
+    critic_loss = partial(losses.critic_loss, clip_range=0.2, mode="token-mean")
     return {
         "cloning": ("language_model", Batch(ROWS), losses.cloning_loss),
         "ppo": (
@@ -58,7 +56,7 @@ def _batches() -> dict[str, tuple[str, Batch, Any]]:
             Batch(ROWS, columns, scalars={"calculate_entropy": True}),
             clip,
         ),
-        "critic": ("value_model", critic, partial(policy_losses.critic_loss, 0.2, "token-mean")),
+        "critic": ("value_model", critic, critic_loss),
     }
 
 

@@ -37,3 +37,11 @@ def test_sums_become_means_per_token() -> None:
 
 def test_without_a_count_only_plain_metrics_stay() -> None:
     assert per_unit({"loss": 1.0, "correct_sum": 3.0}) == {"loss": 1.0}
+
+
+def test_sums_with_a_prefix_are_divided_by_its_own_count() -> None:
+    # Per pair with the prefix, per token without: 2 / 4, 3 / 4 and 6 / 12.
+    metrics = {"dpo_loss_sum": 2.0, "dpo_correct_sum": 3.0, "dpo_n_pairs": 4.0}
+    entropy = {"entropy_sum": 6.0, "n_tokens": 12.0}
+    assert per_unit(metrics) == {"dpo_loss": 0.5, "dpo_correct": 0.75}
+    assert per_unit(metrics | entropy) == {"dpo_loss": 0.5, "dpo_correct": 0.75, "entropy": 0.5}

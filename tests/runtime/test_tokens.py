@@ -22,7 +22,7 @@ cluster.shutdown()
 JOIN = """
 import sys
 from tasks.runtime.session import connect
-from tasks.pipeline_config import RuntimeConfig
+from tasks.config.shared import RuntimeConfig
 connect(RuntimeConfig(device="cpu", ray_address=sys.argv[1]))
 import ray
 class Adder:

@@ -18,9 +18,10 @@ from flows.reward_model import train_reward_model
 from flows.stages import RunOptions
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.config.loading import find_config, load_config, merge
+from tasks.config.shared import RuntimeConfig
 from tasks.errors import ClusterError, WorkerLostError
 from tasks.offline_ppo import loop as ppo_loop
-from tasks.pipeline_config import OfflinePPOConfig, RuntimeConfig
+from tasks.offline_ppo.config import OfflinePPOConfig
 from tasks.runtime import session
 from tasks.runtime.placement import release, reserve
 from tasks.runtime.rows import HostSpec, RoleSpec, Row

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_helpers import load_reward_model
 from torch import Tensor
 
+from tasks.config.shared import OptimizerConfig
 from tasks.errors import ArtifactError, ClusterError, ConfigError, ModelError, TrainingError
-from tasks.models.loading import load_causal_lm, load_reward_model, load_student
-from tasks.pipeline_config import OptimizerConfig
+from tasks.models.loading import load_causal_lm, load_student
 from tasks.runtime.logits_hooks import RowReader, TopKReader
 from tasks.runtime.placement import reserve
 from tasks.runtime.rows import Batch, HostSpec, RoleSpec, Row
@@ -152,12 +153,12 @@ def test_scores_and_values_equal_plain_transformers(
         model(torch.tensor([[*row.prompt_ids, *row.response_ids]])).logits[0, :, 0].detach()
         for row in rows
     ]
-    before = [x[len(row.prompt_ids) - 1 : -1] for x, row in zip(outputs, rows, strict=True)]
+    states = [x[len(row.prompt_ids) - 1 :] for x, row in zip(outputs, rows, strict=True)]
     scores = session.scores(ROLE, rows)
     torch.testing.assert_close(scores, torch.stack([x[-1] for x in outputs]), atol=1e-5, rtol=0)
     torch.testing.assert_close(session.scores(ROLE, rows[::-1]).flip(0), scores, atol=1e-5, rtol=0)
     torch.testing.assert_close(session.scores(ROLE, rows[:1]), scores[:1], atol=1e-5, rtol=0)
-    _assert_close(session.values(ROLE, rows), before)
+    _assert_close(session.values(ROLE, rows), states)
 
 
 def _bytes(directory: Path) -> bytes:
@@ -265,7 +266,7 @@ def test_nan_in_a_column_stops_before_the_step(
     session = open_workers()
     session.load(scenario.spec)
     session.set_loss(ROLE, scenario.loss_fn)
-    with pytest.raises(TrainingError, match="advantages"):
+    with pytest.raises(TrainingError, match=f"Role {ROLE}: loss is nan"):
         session.train_step(ROLE, Batch(scenario.batch.rows, columns))
     # Neither weights nor gradients of the failed step are left.
     assert session.train_step(ROLE, scenario.batch) == good

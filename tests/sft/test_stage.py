@@ -14,11 +14,12 @@ from flows.sft import sft
 from flows.stages import RunOptions
 from tasks.artifacts import PolicyCheckpoint, load_artifact
 from tasks.config.loading import load_config
+from tasks.config.shared import ModelConfig
 from tasks.data.pairs import read_pairs
 from tasks.data.rendering import RenderedPair, Renderer
 from tasks.errors import ModelError
 from tasks.models.loading import load_causal_lm
-from tasks.pipeline_config import ModelConfig, SftConfig
+from tasks.sft.config import SftConfig
 from tasks.sft.stage import cloned_rows
 
 CHAIN = load_config(Path(__file__).parents[1] / "small_chain.yaml")

@@ -12,8 +12,8 @@ import pytest
 from mlflow import MlflowClient
 
 from tasks.artifacts import MANIFEST_NAME, ParentRef, PolicyCheckpoint, file_sha256
+from tasks.config.shared import TrackingConfig
 from tasks.errors import MissingInputError
-from tasks.pipeline_config import TrackingConfig
 from tasks.tracking.lineage import (
     LineageNode,
     lineage_tree,

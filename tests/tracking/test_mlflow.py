@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from mlflow import MlflowClient
 
 from tasks.artifacts import StudentAdapter
+from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError, ConfigError, MissingInputError
-from tasks.pipeline_config import SftConfig, TrackingConfig
+from tasks.sft.config import SftConfig
 from tasks.tracking.lineage import lineage_tree, resolve_reference, upstream_tags
 from tasks.tracking.mlflow import (
     MAX_PARAM_CHARS,

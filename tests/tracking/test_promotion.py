@@ -13,8 +13,8 @@ import pytest
 from mlflow import MlflowClient
 from promotion_race import ROUNDS, compete
 
+from tasks.config.shared import PromotionConfig, TrackingConfig
 from tasks.errors import MissingInputError, PromotionError, WorkspaceError
-from tasks.pipeline_config import PromotionConfig, TrackingConfig
 from tasks.tracking.mlflow import Tracker, connect
 from tasks.tracking.registry import (
     CANDIDATE,

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flows.cli.reproduce import Reproduction, compare_figures, compare_files, differences
 from tasks.artifacts import FileEntry, Manifest, file_sha256
-from tasks.tracking.reproduction import Reproduction, compare_figures, compare_files, differences
 
 
 def _artefact(directory: Path, files: dict[str, str], **metrics: float) -> Manifest:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from tasks.pipeline_config import GateConfig
+from tasks.evaluate.config import GateConfig
 
 GATED: Final = "student"
 BASELINE: Final = "base"

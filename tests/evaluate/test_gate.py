@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tasks.data.gate import decide
+from tasks.evaluate.config import GateConfig
+from tasks.evaluate.gate import decide
 from tasks.evaluate.report import check_text
-from tasks.pipeline_config import GateConfig
 
 
 def _report(mean: float | None = 6.0, difference: float | None = -0.5, **more: Any) -> Any:
