@@ -194,12 +194,9 @@ def summarize_metrics(report: PolicyReport) -> dict[str, dict[str, Any]]:
 
 
 def summarize_weights(weights: Tensor | None) -> dict[str, float] | None:
-    """Return figures of (N,) weights: the effective sample size over n, and the share of weights
-    within a thousandth of the largest, among others; None where there are none.
-
-    Raises:
-        TrainingError: a weight that is not finite.
-    """
+    """Return figures of (N,) weights, finite since `importance` checks the ratios: the effective
+    sample size over n, and the share of weights within a thousandth of the largest, among others;
+    None where there are none."""
     if weights is None or weights.numel() == 0:
         return None
     values = weights.detach().cpu().double()

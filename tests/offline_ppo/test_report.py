@@ -299,8 +299,6 @@ def test_weights_by_hand() -> None:
     assert found.pop("ess_share") == pytest.approx(3.270270 / 4, abs=1e-6)
     assert found == {"n": 4, "mean": 1.375, "maximum": 2.0, "at_maximum_share": 0.5}
     assert summarize_weights(torch.zeros(0)) is None
-    with pytest.raises(TrainingError, match="not finite"):
-        summarize_weights(torch.tensor([1.0, math.nan]))
 
 
 # --- what is written
