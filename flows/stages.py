@@ -208,8 +208,8 @@ def raw_sources(cfg: StageConfig, workspace: Workspace) -> dict[str, ParentRef]:
         MissingInputError: a file or model that is not there.
         ModelError: a model that cannot be used.
     """
-    models = {name: model_source(model, workspace) for name, model in _models(cfg).items()}
-    return {**spec_of(cfg).sources(cfg, workspace), **models}
+    sources = spec_of(cfg).sources(cfg, workspace)
+    return sources | {name: model_source(m, workspace) for name, m in _models(cfg).items()}
 
 
 def result_fields(cfg: StageConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import yaml
 
-from flows.services.records import POOL, api_client, api_failure
+from flows.services.records import POOL, api_client, api_failure, python_path
 from tasks.config.loading import PACKAGED_CONFIGS, PROJECT_ROOT, find_config, load_config
 from tasks.config.shared import STAGES, TrackingConfig
 from tasks.errors import ClusterError, MissingInputError
@@ -41,10 +41,11 @@ def deploy(config: str, api_url: str, workspace: Workspace) -> list[str]:
     """
     definition = rendered(config)
     try:
-        _ensure_pool(api_url)
-        _deploy_flows(definition, api_url, workspace)
-        _ensure_automations(api_url)
-        return _deployed(api_url, [one["name"] for one in definition["deployments"]])
+        with api_client(api_url, _REQUEST_SECONDS) as client:
+            _ensure_pool(client)
+            _deploy_flows(definition, api_url, workspace)
+            _ensure_automations(client)
+            return _deployed(client, [one["name"] for one in definition["deployments"]])
     except httpx.HTTPError as error:
         raise api_failure(api_url, error) from error
 
@@ -89,20 +90,19 @@ def _for_experiment(value: object, tracking: TrackingConfig) -> object:
     return value.replace(default, named) if isinstance(value, str) else value
 
 
-def _ensure_pool(api_url: str) -> None:
+def _ensure_pool(client: httpx.Client) -> None:
     """Create the work pool; one run at a time owns the GPUs. An existing one keeps its limit."""
-    with api_client(api_url, _REQUEST_SECONDS) as client:
-        found = client.get(f"/work_pools/{POOL}")
-        if found.status_code != httpx.codes.NOT_FOUND:
-            found.raise_for_status()
-            return
-        pool = {
-            "name": POOL,
-            "type": "process",
-            "concurrency_limit": 1,
-            "description": "One process per run, one run at a time: it owns the GPUs.",
-        }
-        client.post("/work_pools/", json=pool).raise_for_status()
+    found = client.get(f"/work_pools/{POOL}")
+    if found.status_code != httpx.codes.NOT_FOUND:
+        found.raise_for_status()
+        return
+    pool = {
+        "name": POOL,
+        "type": "process",
+        "concurrency_limit": 1,
+        "description": "One process per run, one run at a time: it owns the GPUs.",
+    }
+    client.post("/work_pools/", json=pool).raise_for_status()
 
 
 def _deploy_flows(definition: Mapping[str, Any], api_url: str, workspace: Workspace) -> None:
@@ -115,7 +115,7 @@ def _deploy_flows(definition: Mapping[str, Any], api_url: str, workspace: Worksp
         "PREFECT_API_URL": api_url,
         "PREFECT_HOME": str(workspace.prefect_home),
         "RLHF_PROJECT": str(PROJECT_ROOT),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(PROJECT_ROOT), os.getenv("PYTHONPATH")])),
+        "PYTHONPATH": python_path(),
     }
     done = _finished([*command, "--prefect-file", str(path)], environment, _DEPLOY_SECONDS)
     if done.returncode:
@@ -144,22 +144,19 @@ def _finished(
         ) from error
 
 
-def _ensure_automations(api_url: str) -> None:
-    wanted = yaml.safe_load(_text(AUTOMATIONS))["automations"]
-    with api_client(api_url, _REQUEST_SECONDS) as client:
-        for automation in wanted:
-            named = {"automations": {"name": {"any_": [automation["name"]]}}}
-            found = client.post("/automations/filter", json=named).raise_for_status().json()
-            if found:
-                client.put(f"/automations/{found[0]['id']}", json=automation).raise_for_status()
-            else:
-                client.post("/automations/", json=automation).raise_for_status()
+def _ensure_automations(client: httpx.Client) -> None:
+    for automation in yaml.safe_load(_text(AUTOMATIONS))["automations"]:
+        named = {"automations": {"name": {"any_": [automation["name"]]}}}
+        found = client.post("/automations/filter", json=named).raise_for_status().json()
+        if found:
+            client.put(f"/automations/{found[0]['id']}", json=automation).raise_for_status()
+        else:
+            client.post("/automations/", json=automation).raise_for_status()
 
 
-def _deployed(api_url: str, wanted: list[str]) -> list[str]:
-    with api_client(api_url, _REQUEST_SECONDS) as client:
-        found = client.post("/deployments/filter", json={}).raise_for_status().json()
-        flows = client.post("/flows/filter", json={}).raise_for_status().json()
+def _deployed(client: httpx.Client, wanted: list[str]) -> list[str]:
+    found = client.post("/deployments/filter", json={}).raise_for_status().json()
+    flows = client.post("/flows/filter", json={}).raise_for_status().json()
     names = {flow["id"]: flow["name"] for flow in flows}
     return sorted(
         f"{names[one['flow_id']]}/{one['name']}" for one in found if one["name"] in wanted

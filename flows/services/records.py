@@ -92,7 +92,6 @@ class Service:
         environment: added to this process's own.
         directory: where its record and its log go.
         port: on loopback, or None.
-        cwd: its working directory.
     """
 
     name: str
@@ -100,21 +99,16 @@ class Service:
     environment: Mapping[str, str]
     directory: Path
     port: int | None
-    cwd: Path
 
     @property
     def log_path(self) -> Path:
         """Where its output goes."""
         return self.directory / f"{self.name}.log"
 
-    @property
-    def mark(self) -> str:
-        """Value of `MARK` in the environment of the process and all below it."""
-        return mark_of(self.directory, self.name)
-
 
 def mark_of(directory: Path, name: str) -> str:
-    """Return the mark of a service's processes; no other workspace has the same."""
+    """Return the value of `MARK` in the environment of a service's processes; no other workspace
+    has the same."""
     return f"{directory}:{name}"
 
 
@@ -158,14 +152,15 @@ def start(service: Service) -> ServiceRecord:
     service.directory.mkdir(parents=True, exist_ok=True)
     if service.port is not None:
         check_port(service.name, service.port)
+    mark = mark_of(service.directory, service.name)
     with service.log_path.open("ab") as log:
         process = subprocess.Popen(
             list(service.command),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **service.environment, MARK: service.mark},
-            cwd=service.cwd,
+            env={**os.environ, **service.environment, MARK: mark},
+            cwd=PROJECT_ROOT,
             # The terminal's signals are not for it.
             start_new_session=True,
         )
@@ -323,7 +318,8 @@ def prefect_server(workspace: Workspace, port: int) -> Service:
         "PREFECT_UI_API_URL": f"{base_url(port)}/api",
         **NO_TELEMETRY,
     }
-    return _service(workspace, PREFECT, [*command, "--port", str(port)], environment, port)
+    command += ["--port", str(port)]
+    return Service(PREFECT, command, environment, directory_of(workspace), port)
 
 
 def mlflow_server(workspace: Workspace, port: int) -> Service:
@@ -340,7 +336,7 @@ def mlflow_server(workspace: Workspace, port: int) -> Service:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "DO_NOT_TRACK": "true",
     }
-    return _service(workspace, MLFLOW, command, environment, port)
+    return Service(MLFLOW, command, environment, directory_of(workspace), port)
 
 
 def worker(workspace: Workspace, api_url: str, tracking_uri: str) -> Service:
@@ -353,9 +349,9 @@ def worker(workspace: Workspace, api_url: str, tracking_uri: str) -> Service:
         # Whoever starts a run from the UI watches it.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "RLHF_PROJECT": str(PROJECT_ROOT),
-        "PYTHONPATH": _python_path(),
+        "PYTHONPATH": python_path(),
     }
-    return _service(workspace, WORKER, command, environment, None)
+    return Service(WORKER, command, environment, directory_of(workspace), None)
 
 
 def client_environment(workspace: Workspace, api_url: str, tracking_uri: str) -> dict[str, str]:
@@ -373,20 +369,9 @@ def client_environment(workspace: Workspace, api_url: str, tracking_uri: str) ->
     }
 
 
-def _python_path() -> str:
+def python_path() -> str:
     """Return where flows are imported from, also where the project is not installed."""
     return os.pathsep.join(filter(None, [str(PROJECT_ROOT), os.environ.get("PYTHONPATH")]))
-
-
-def _service(
-    workspace: Workspace,
-    name: str,
-    command: list[str],
-    environment: dict[str, str],
-    port: int | None,
-) -> Service:
-    directory = directory_of(workspace)
-    return Service(name, command, environment, directory, port, PROJECT_ROOT)
 
 
 def is_healthy(record: ServiceRecord, api_url: str) -> bool:

@@ -13,7 +13,7 @@ import pytest
 
 from flows.services import up as status_module
 from flows.services.deploy import _ensure_pool, _finished, deploy
-from flows.services.records import AUTH_VARIABLE
+from flows.services.records import AUTH_VARIABLE, api_client
 from flows.services.up import _query, read_status
 from tasks.config.shared import TrackingConfig
 from tasks.errors import ClusterError
@@ -59,7 +59,8 @@ def guarded() -> Iterator[str]:
 
 def test_the_login_is_sent(guarded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(AUTH_VARIABLE, LOGIN)
-    _ensure_pool(guarded)
+    with api_client(guarded, 20) as client:
+        _ensure_pool(client)
 
 
 def test_a_refused_login_is_named(

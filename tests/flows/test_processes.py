@@ -58,7 +58,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 def make(directory: Path) -> Make:
     def run(code: str) -> ServiceRecord:
         command = [sys.executable, "-c", code]
-        record = start(Service("one", command, {}, directory, None, directory.parent))
+        record = start(Service("one", command, {}, directory, None))
         log = directory / "one.log"
         assert wait_until(lambda: "up" in log.read_text(), record, 20)
         return record
@@ -147,7 +147,7 @@ def test_taken_port_names_who_has_it() -> None:
 
 def test_wait_ends_with_the_process(directory: Path) -> None:
     command = [sys.executable, "-c", "pass"]
-    record = start(Service("one", command, {}, directory, None, directory.parent))
+    record = start(Service("one", command, {}, directory, None))
     started = time.monotonic()
     assert not wait_until(lambda: False, record, 60)
     assert time.monotonic() - started < 20
