@@ -175,7 +175,7 @@ def stage_run(
         ):
             idle = [f"{name} ({why})" for name, why in cfg.settings_without_effect().items()]
             if idle:
-                run.context.log.event("settings_without_effect", f"{', '.join(idle)}")
+                run.context.log.event("settings_without_effect", ", ".join(idle))
             with time_limit(stage, options.timeout_seconds):
                 yield run
             link_result(tracker, run.artifact)

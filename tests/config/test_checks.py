@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from flows.inputs import check_reward_function
 from tasks.artifacts import Draft, PolicyCheckpoint, build_artifact, newest_artifact
+from tasks.config.loading import merge
 from tasks.errors import ConfigError
 from tasks.offline_ppo.config import OfflinePPOConfig, PolicyLossConfig
 from tasks.reward_model.config import RewardModelConfig
@@ -116,3 +117,39 @@ def test_sigterm_keeps_its_handler_around_a_library_that_replaces_it() -> None:
     with _own_signal_handler():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("name", "idle", "used"),
+    [
+        (
+            "critic.warmup_steps",
+            {"critic": {"warmup_steps": 3}},
+            {"advantage": {"estimator": "gae"}},
+        ),
+        ("reward.center", {"reward": {"center": "prompt"}}, {"advantage": {"estimator": "gae"}}),
+        (
+            "advantage.control_variate.kind",
+            {"advantage": {"control_variate": {"kind": "leave_one_out"}}},
+            {"advantage": {"normalize_std": False}},
+        ),
+        ("loss.dpo_beta", {"loss": {"dpo_beta": 1.0}}, {"policy_loss": "dpo"}),
+        (
+            "sampler.epoch_share",
+            {"sampler": {"epoch_share": 0.9}},
+            {"sampler": {"priority": "margin"}},
+        ),
+        (
+            "optimizer.min_lr_share",
+            {"optimizer": {"schedule": "constant", "min_lr_share": 0.1}},
+            {"optimizer": {"schedule": "cosine"}},
+        ),
+    ],
+)
+def test_settings_without_effect_are_known(
+    name: str, idle: dict[str, Any], used: dict[str, Any]
+) -> None:
+    assert list(OfflinePPOConfig.model_validate(idle).settings_without_effect()) == [name]
+    changed = OfflinePPOConfig.model_validate(merge(idle, used))
+    assert name not in changed.settings_without_effect()
+    assert OfflinePPOConfig().settings_without_effect() == {}
